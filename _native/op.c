@@ -1,0 +1,446 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Operations: from a post to its one completion.
+ *
+ * free -> queued -> active (or held) -> [note] -> done -> free. The provider calls hx_op_finish when it has let go of
+ * both buffers; an operation with a note then waits for the note's acknowledgement; hx_op_complete publishes the
+ * record. Where a provider cannot let go within cancel_grace, a first record (quiesced = 0) tells the caller and the
+ * ordinary one follows later. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "provider.h"
+
+#define HEAP_LIMIT \
+    (512ull << 20) /* bytes of descriptors in flight per engine; one operation may pass it alone */
+
+hx_status_t hx_op_pool_init(hx_engine_t *engine)
+{
+    uint32_t n = engine->config.queue_depth;
+    if (!hx_ring_init(&engine->free_ops, n) || !hx_ring_init(&engine->submitted, n) ||
+        !hx_ring_init(&engine->completed, n))
+        return HX_ERR_NO_MEMORY;
+    engine->ops = calloc(n, sizeof *engine->ops);
+    if (!engine->ops)
+        return HX_ERR_NO_MEMORY;
+    for (uint32_t i = 0; i < n; i++) {
+        engine->ops[i].index = i;
+        atomic_store(&engine->ops[i].gen, 1);
+        hx_ring_push(&engine->free_ops, i);
+    }
+    return HX_OK;
+}
+
+void hx_op_pool_free(hx_engine_t *engine)
+{
+    hx_ring_free(&engine->free_ops);
+    hx_ring_free(&engine->submitted);
+    hx_ring_free(&engine->completed);
+    free(engine->ops);
+}
+
+static uint64_t report_word(uint32_t gen, hx_report_t report)
+{
+    return (uint64_t)gen << 2 | report;
+}
+
+hx_status_t hx_op_verdict(const hx_op_t *op)
+{
+    uint64_t cancel = atomic_load(&op->cancel);
+    if (cancel >> 8 == atomic_load(&op->gen))
+        return (hx_status_t)(cancel & 0xff);
+    if (atomic_load(&op->ep->state) == HX_EP_LOST)
+        return atomic_load(&op->ep->lost_status);
+    return atomic_load(&op->failed);
+}
+
+void hx_op_cancel_as(hx_op_t *op, uint32_t gen, hx_status_t status)
+{
+    uint64_t old = atomic_load(&op->cancel);
+    do {
+        if (atomic_load(&op->gen) != gen || old >> 8 >= gen)
+            return;
+        atomic_store(&op->cancel_ns, hx_now_ns());
+    } while (!atomic_compare_exchange_weak(&op->cancel, &old, (uint64_t)gen << 8 | (uint32_t)status));
+}
+
+void hx_cancel(hx_engine_t *engine, uint64_t handle)
+{
+    uint32_t index = (uint32_t)handle;
+    if (index >= engine->config.queue_depth)
+        return;
+    hx_op_cancel_as(&engine->ops[index], (uint32_t)(handle >> 32), HX_ERR_CANCELLED);
+    hx_sched_kick(engine);
+    hx_control_arm_tick(engine);
+    hx_control_wake(engine);
+}
+
+static void let_go(hx_op_t *op, size_t nparts)
+{
+    for (size_t i = 0; i < nparts; i++) {
+        hx_region_release(op->parts[i].local);
+        hx_rregion_release(op->parts[i].remote);
+    }
+    if (op->parts != &op->one_part)
+        free(op->parts);
+    if (op->descs != &op->one_desc)
+        free(op->descs);
+    op->parts = NULL;
+    op->descs = NULL;
+    op->nparts = op->ndescs = 0;
+    atomic_fetch_sub(&op->ep->engine->heap_bytes, op->heap_bytes);
+    op->heap_bytes = 0;
+}
+
+void hx_op_release(hx_op_t *op)
+{
+    hx_engine_t *engine = op->ep->engine;
+    hx_endpoint_t *ep = op->ep;
+    op->ep = NULL;
+    atomic_store(&op->stage, HX_STAGE_FREE);
+    /* From here a late cancel or early report of this life does nothing. */
+    atomic_fetch_add(&op->gen, 1);
+    hx_ring_push(&engine->free_ops, op->index);
+    hx_endpoint_unref(ep);
+}
+
+static void count_out(hx_op_t *op)
+{
+    hx_engine_t *engine = op->ep->engine;
+    atomic_fetch_sub(&op->ep->inflight, 1);
+    atomic_fetch_sub(&engine->live_ops, 1);
+    atomic_fetch_add(&engine->n_completed, 1);
+    atomic_fetch_add(&engine->n_bytes, atomic_load(&op->moved));
+}
+
+void hx_op_complete(hx_op_t *op, hx_status_t status)
+{
+    hx_engine_t *engine = op->ep->engine;
+    uint32_t gen = atomic_load(&op->gen);
+    op->status = status;
+    atomic_store(&op->stage, HX_STAGE_DONE);
+    count_out(op);
+    uint64_t before = atomic_exchange(&op->report, report_word(gen, HX_REPORT_FINAL));
+    if ((before & 3) == HX_REPORT_EARLY)
+        return; /* its number is in the ring already; the consumer will read the final record */
+    hx_ring_push(&engine->completed, op->index);
+    hx_doorbell(engine);
+}
+
+void hx_op_report_early(hx_engine_t *engine, hx_op_t *op, uint32_t gen)
+{
+    uint64_t none = report_word(gen, HX_REPORT_NONE); /* fails when the slot has begun another life */
+    if (!atomic_compare_exchange_strong(&op->report, &none, report_word(gen, HX_REPORT_EARLY)))
+        return;
+    hx_ring_push(&engine->completed, op->index);
+    hx_doorbell(engine);
+}
+
+void hx_op_finish(hx_op_t *op, hx_status_t status)
+{
+    hx_note_t *note = op->note;
+    op->done_ns = hx_now_ns();
+    op->note = NULL;
+    let_go(op, op->nparts);
+    uint64_t cancel = atomic_load(&op->cancel);
+    if (status == HX_OK && (atomic_load(&op->report) & 3) != HX_REPORT_NONE)
+        status = (hx_status_t)(cancel & 0xff); /* the caller was told so already */
+    if (!note) {
+        hx_op_complete(op, status);
+        return;
+    }
+    if (status == HX_OK) {
+        note->op = op;
+        note->gen = atomic_load(&op->gen);
+        atomic_store(&op->stage, HX_STAGE_NOTE);
+        if (hx_endpoint_push_note(op->ep, note))
+            return;
+        status = atomic_load(&op->ep->lost_status);
+        free(note);
+    } else {
+        note->aborted = true;
+        if (!hx_endpoint_push_note(op->ep, note))
+            free(note);
+    }
+    hx_op_complete(op, status);
+}
+
+size_t hx_op_part_of(const hx_op_t *op, size_t desc)
+{
+    size_t lo = 0, hi = op->nparts;
+    while (lo < hi) {
+        size_t mid = (lo + hi) / 2;
+        if (op->parts[mid].end <= desc)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+/* ---- overlap: two rows of one call must not write the same bytes ---- */
+
+typedef struct {
+    uintptr_t region;
+    uint64_t off, end;
+    size_t index;
+} hx_extent_t;
+
+static int extent_order(const void *pa, const void *pb)
+{
+    const hx_extent_t *a = pa, *b = pb;
+    if (a->region != b->region)
+        return a->region < b->region ? -1 : 1;
+    if (a->off != b->off)
+        return a->off < b->off ? -1 : 1;
+    return a->index < b->index ? -1 : a->index > b->index;
+}
+
+hx_status_t hx_op_check_overlap(hx_op_t *op)
+{
+    hx_status_t status = HX_OK;
+    if (op->ndescs < 2)
+        return HX_OK;
+    hx_extent_t *list = malloc(op->ndescs * sizeof *list);
+    if (!list)
+        return HX_ERR_NO_MEMORY;
+    bool sorted = true;
+    size_t n = 0;
+    for (size_t i = 0, part = 0; i < op->ndescs; i++) {
+        while (op->parts[part].end <= i)
+            part++;
+        const hx_desc_t *d = &op->descs[i];
+        if (!d->nbytes)
+            continue;
+        bool writes = op->kind == HX_WRITE;
+        uintptr_t region = writes ? (uintptr_t)op->parts[part].remote : (uintptr_t)op->parts[part].local;
+        uint64_t off = writes ? d->remote_off : d->local_off;
+        list[n] = (hx_extent_t){region, off, off + d->nbytes, i};
+        if (n && extent_order(&list[n - 1], &list[n]) > 0)
+            sorted = false;
+        n++;
+    }
+    if (!sorted)
+        qsort(list, n, sizeof *list, extent_order);
+    for (size_t i = 1; i < n; i++) {
+        if (list[i].region == list[i - 1].region && list[i].off < list[i - 1].end) {
+            op->bad_index = list[i].index > list[i - 1].index ? list[i].index : list[i - 1].index;
+            status = HX_ERR_OVERLAP;
+            break;
+        }
+    }
+    free(list);
+    return status;
+}
+
+/* ---- posting ---- */
+
+static bool in_bounds(uint64_t off, uint64_t n, uint64_t nbytes)
+{
+    return off <= nbytes && n <= nbytes - off;
+}
+
+static hx_status_t check_segment(const hx_endpoint_t *ep, const hx_post_t *post, const hx_segment_t *seg,
+                                 size_t base, uint64_t *index_p)
+{
+    const hx_region_t *local = seg->local;
+    const hx_rregion_t *remote = seg->remote;
+    uint32_t need = post->kind == HX_WRITE ? HX_ACCESS_WRITE : HX_ACCESS_READ;
+    if (local->engine != ep->engine || local->kind == HX_KIND_LAYOUT)
+        return HX_ERR_REGION_CLOSED;
+    uint32_t state = atomic_load(&local->state);
+    if (state == HX_REGION_FAILED || state == HX_REGION_CLOSING)
+        return HX_ERR_REGION_CLOSED;
+    if (remote->ep_serial != ep->serial || atomic_load(&remote->dead) || remote->rkey != seg->rkey ||
+        !(remote->access & need))
+        return HX_ERR_REMOTE_ACCESS;
+    for (size_t i = 0; i < seg->n; i++) {
+        uint64_t n = seg->nbytes ? seg->nbytes[i] : seg->each;
+        if (!in_bounds(seg->local_off[i], n, local->nbytes) ||
+            !in_bounds(seg->remote_off[i], n, remote->nbytes)) {
+            *index_p = base + i;
+            return HX_ERR_BOUNDS;
+        }
+    }
+    return HX_OK;
+}
+
+/* Fills parts and descriptors. On failure nothing is held. */
+static hx_status_t load(hx_op_t *op, const hx_post_t *post, size_t ndescs)
+{
+    hx_engine_t *engine = op->ep->engine;
+    op->parts = &op->one_part;
+    op->descs = &op->one_desc;
+    op->nparts = op->ndescs = 0;
+    op->heap_bytes = 0;
+    op->nbytes = 0;
+    uint64_t heap = (post->nsegments > 1 ? post->nsegments * sizeof(hx_part_t) : 0) +
+                    (ndescs > 1 ? ndescs * sizeof(hx_desc_t) : 0);
+    if (heap) {
+        uint64_t in_use = atomic_fetch_add(&engine->heap_bytes, heap);
+        op->heap_bytes = heap;
+        if (in_use && in_use + heap > HEAP_LIMIT) {
+            let_go(op, 0);
+            return HX_ERR_QUEUE_FULL;
+        }
+        if (post->nsegments > 1)
+            op->parts = malloc(post->nsegments * sizeof *op->parts);
+        if (ndescs > 1)
+            op->descs = malloc(ndescs * sizeof *op->descs);
+        if (!op->parts || !op->descs) {
+            let_go(op, 0);
+            return HX_ERR_NO_MEMORY;
+        }
+    }
+    for (size_t s = 0; s < post->nsegments; s++) {
+        const hx_segment_t *seg = &post->segments[s];
+        if (!hx_region_acquire(seg->local)) {
+            let_go(op, op->nparts);
+            return HX_ERR_REGION_CLOSED;
+        }
+        if (!hx_rregion_acquire(seg->remote)) {
+            hx_region_release(seg->local);
+            let_go(op, op->nparts);
+            return HX_ERR_REMOTE_ACCESS;
+        }
+        for (size_t i = 0; i < seg->n; i++) {
+            uint64_t n = seg->nbytes ? seg->nbytes[i] : seg->each;
+            op->descs[op->ndescs++] = (hx_desc_t){seg->local_off[i], seg->remote_off[i], n};
+            op->nbytes += n;
+        }
+        op->parts[op->nparts++] = (hx_part_t){seg->local, seg->remote, op->ndescs};
+    }
+    return HX_OK;
+}
+
+static void reset(hx_op_t *op, hx_endpoint_t *ep, const hx_post_t *post)
+{
+    uint32_t gen = atomic_load(&op->gen);
+    op->kind = post->kind;
+    op->token = post->token;
+    op->ep = ep;
+    op->provider = NULL;
+    op->note = NULL;
+    op->next = NULL;
+    op->epoch = post->epoch == HX_EPOCH_NOW ? hx_endpoint_epoch(ep) : post->epoch;
+    op->posted_ns = hx_now_ns();
+    op->done_ns = 0;
+    op->bad_index = UINT64_MAX;
+    op->sys_errno = 0;
+    op->status = HX_OK;
+    op->cursor = 0;
+    op->cursor_off = 0;
+    op->nretry = op->running = 0;
+    op->prepared = op->queued = op->blocked = op->again = false;
+    op->hold_action = 0;
+    op->hold_until_ns = 0;
+    atomic_store_explicit(&op->failed, HX_OK, memory_order_relaxed);
+    atomic_store_explicit(&op->moved, 0, memory_order_relaxed);
+    atomic_store_explicit(&op->progress_ns, 0, memory_order_relaxed);
+    atomic_store_explicit(&op->cancel, 0, memory_order_relaxed);
+    atomic_store(&op->report, report_word(gen, HX_REPORT_NONE));
+    atomic_store(&op->stage, HX_STAGE_QUEUED);
+}
+
+/* Gives back an operation that was never submitted. The endpoint's reference is the caller's. */
+static void unpost(hx_op_t *op)
+{
+    hx_engine_t *engine = op->ep->engine;
+    free(op->note);
+    op->note = NULL;
+    op->ep = NULL;
+    atomic_store(&op->stage, HX_STAGE_FREE);
+    atomic_fetch_add(&op->gen, 1);
+    hx_ring_push(&engine->free_ops, op->index);
+}
+
+static hx_status_t choose_provider(hx_op_t *op)
+{
+    for (size_t i = 0; i < op->nparts; i++) {
+        const hx_provider_t *p = hx_provider_route(op->ep, op->parts[i].local, op->parts[i].remote, NULL);
+        if (!p || (op->provider && op->provider != p))
+            return HX_ERR_NO_PATH;
+        op->provider = p;
+    }
+    return HX_OK;
+}
+
+static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p,
+                             bool *done_p)
+{
+    hx_engine_t *engine = ep->engine;
+    size_t ndescs = 0;
+    uint32_t index;
+    hx_status_t status;
+
+    if (atomic_load(&ep->state) != HX_EP_UP)
+        return atomic_load(&ep->state) == HX_EP_LOST ? (hx_status_t)atomic_load(&ep->lost_status)
+                                                     : HX_ERR_PEER_LOST;
+    if (post->has_note && (post->note_len > HX_NOTE_MAX || post->topic_len > HX_TOPIC_MAX))
+        return HX_ERR_CONFIG;
+    for (size_t s = 0; s < post->nsegments; s++) {
+        status = check_segment(ep, post, &post->segments[s], ndescs, index_p);
+        if (status != HX_OK)
+            return status;
+        ndescs += post->segments[s].n;
+    }
+    if (atomic_load(&ep->inflight) >= engine->config.peer_depth || !hx_ring_pop(&engine->free_ops, &index))
+        return HX_ERR_QUEUE_FULL;
+
+    hx_op_t *op = &engine->ops[index];
+    reset(op, ep, post);
+    if (post->has_note) {
+        op->note = hx_note_new(post->topic, post->topic_len, post->note, post->note_len);
+        if (!op->note) {
+            unpost(op);
+            return HX_ERR_NO_MEMORY;
+        }
+        op->note->aborted = post->aborted;
+    }
+    status = load(op, post, ndescs);
+    if (status != HX_OK) {
+        unpost(op);
+        return status;
+    }
+    status = choose_provider(op);
+    if (status != HX_OK) {
+        let_go(op, op->nparts);
+        unpost(op);
+        return status;
+    }
+
+    atomic_fetch_add(&engine->n_posted, 1);
+    if (op->provider && !op->note && !engine->config.nfaults && op->provider->try_inline(op)) {
+        atomic_fetch_add_explicit(&engine->n_inlined, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&engine->n_completed, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&engine->n_bytes, op->nbytes, memory_order_relaxed);
+        *done_p = true;
+        *handle_p = hx_now_ns() - op->posted_ns;
+        let_go(op, op->nparts);
+        unpost(op);
+        return HX_OK;
+    }
+
+    hx_endpoint_ref(ep); /* released in hx_op_release */
+    atomic_fetch_add(&engine->live_ops, 1);
+    atomic_fetch_add(&ep->inflight, 1);
+    *done_p = false;
+    *handle_p = (uint64_t)atomic_load(&op->gen) << 32 | index;
+    hx_control_arm_tick(engine);
+    if (!op->provider)
+        hx_op_finish(op, HX_OK); /* no bytes: a note, or an empty list */
+    else if (!hx_fault_submit(op))
+        op->provider->submit(op);
+    return HX_OK;
+}
+
+hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p,
+                    bool *done_p)
+{
+    hx_engine_t *engine = ep->engine;
+    /* hx_engine_stop sets `stopping` and then waits for this count: no post is half done when the threads go. */
+    atomic_fetch_add(&engine->posting, 1);
+    hx_status_t status =
+        atomic_load(&engine->stopping) ? HX_ERR_CLOSED : post_open(ep, post, handle_p, index_p, done_p);
+    atomic_fetch_sub(&engine->posting, 1);
+    return status;
+}

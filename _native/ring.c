@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The ring is D. Vyukov's bounded queue (cells that carry a turn number). The turn is published with a
+ * sequentially consistent store because the doorbell (engine.c) depends on store-then-load order across two
+ * words: publish an entry, then look whether the consumer sleeps. Release/acquire alone loses wake-ups. */
+#include "ring.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+bool hx_ring_init(hx_ring_t *ring, uint32_t capacity)
+{
+    ring->cells = calloc(capacity, sizeof *ring->cells);
+    if (!ring->cells)
+        return false;
+    for (uint32_t i = 0; i < capacity; i++)
+        atomic_init(&ring->cells[i].turn, i);
+    ring->mask = capacity - 1;
+    atomic_init(&ring->head, 0);
+    atomic_init(&ring->tail, 0);
+    return true;
+}
+
+void hx_ring_free(hx_ring_t *ring)
+{
+    free(ring->cells);
+    ring->cells = NULL;
+}
+
+bool hx_ring_push(hx_ring_t *ring, uint32_t value)
+{
+    uint64_t pos = atomic_load_explicit(&ring->tail, memory_order_relaxed);
+    for (;;) {
+        hx_ring_cell_t *cell = &ring->cells[pos & ring->mask];
+        int64_t gap = (int64_t)(atomic_load_explicit(&cell->turn, memory_order_acquire) - pos);
+        if (gap == 0) {
+            if (atomic_compare_exchange_weak_explicit(&ring->tail, &pos, pos + 1, memory_order_relaxed,
+                                                      memory_order_relaxed)) {
+                cell->value = value;
+                atomic_store(&cell->turn, pos + 1);
+                return true;
+            }
+        } else if (gap < 0) {
+            return false;
+        } else {
+            pos = atomic_load_explicit(&ring->tail, memory_order_relaxed);
+        }
+    }
+}
+
+bool hx_ring_pop(hx_ring_t *ring, uint32_t *value_p)
+{
+    uint64_t pos = atomic_load_explicit(&ring->head, memory_order_relaxed);
+    for (;;) {
+        hx_ring_cell_t *cell = &ring->cells[pos & ring->mask];
+        int64_t gap = (int64_t)(atomic_load(&cell->turn) - (pos + 1));
+        if (gap == 0) {
+            if (atomic_compare_exchange_weak_explicit(&ring->head, &pos, pos + 1, memory_order_relaxed,
+                                                      memory_order_relaxed)) {
+                *value_p = cell->value;
+                atomic_store_explicit(&cell->turn, pos + ring->mask + 1, memory_order_release);
+                return true;
+            }
+        } else if (gap < 0) {
+            return false;
+        } else {
+            pos = atomic_load_explicit(&ring->head, memory_order_relaxed);
+        }
+    }
+}
+
+bool hx_ring_empty(hx_ring_t *ring)
+{
+    uint64_t pos = atomic_load_explicit(&ring->head, memory_order_relaxed);
+    return (int64_t)(atomic_load(&ring->cells[pos & ring->mask].turn) - (pos + 1)) < 0;
+}
+
+uint32_t hx_bell_read(hx_bell_t *bell)
+{
+    return atomic_load(&bell->count);
+}
+
+void hx_bell_ring(hx_bell_t *bell, int wake)
+{
+    atomic_fetch_add(&bell->count, 1);
+    if (atomic_load(&bell->sleepers) > 0)
+        syscall(SYS_futex, &bell->count, FUTEX_WAKE_PRIVATE, wake, NULL, NULL, 0);
+}
+
+void hx_bell_wait(hx_bell_t *bell, uint32_t seen)
+{
+    atomic_fetch_add(&bell->sleepers, 1);
+    syscall(SYS_futex, &bell->count, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    atomic_fetch_sub(&bell->sleepers, 1);
+}

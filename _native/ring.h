@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A bounded ring of small numbers, many producers and many consumers, without locks.
+ *
+ * The engine keeps three of them over one pool of operations: free, submitted, completed. A number stands in
+ * at most one ring at a time and each ring is as large as the pool, so none can overflow: the slot that an
+ * operation needs to complete is reserved by taking it from the free ring at post time. */
+#ifndef HX_RING_H
+#define HX_RING_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct {
+    _Atomic uint64_t turn; /* position it is good for, +1 once filled */
+    uint32_t value;
+} hx_ring_cell_t;
+
+typedef struct {
+    _Alignas(64) _Atomic uint64_t tail; /* next position to fill */
+    _Alignas(64) _Atomic uint64_t head; /* next position to take */
+    hx_ring_cell_t *cells;
+    uint64_t mask;
+} hx_ring_t;
+
+bool hx_ring_init(hx_ring_t *ring, uint32_t capacity); /* a power of two */
+void hx_ring_free(hx_ring_t *ring);
+bool hx_ring_push(hx_ring_t *ring, uint32_t value);
+/* False when empty, or when the producer of the oldest entry has not finished: it rings its bell after. */
+bool hx_ring_pop(hx_ring_t *ring, uint32_t *value_p);
+bool hx_ring_empty(hx_ring_t *ring);
+
+/* Sleeping until a producer has published. Read the bell, look for work, and sleep only if the bell still
+ * reads the same: nothing published in between is missed. */
+typedef struct {
+    _Atomic uint32_t count;
+    _Atomic uint32_t sleepers;
+} hx_bell_t;
+
+uint32_t hx_bell_read(hx_bell_t *bell);
+void hx_bell_ring(hx_bell_t *bell, int wake); /* wakes at most `wake` sleepers */
+void hx_bell_wait(hx_bell_t *bell, uint32_t seen);
+
+#endif

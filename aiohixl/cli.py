@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``aiohixl``: doctor, demo, rendezvous.
+
+Exit codes: 0 all well; 1 it did not work; 2 wrong usage, or packages missing;
+130 and 143 stopped by ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohixl import __version__
+from aiohixl.demo.loops import Stopped, run_async
+from aiohixl.errors import ConfigError, RendezvousError
+
+__all__ = ["main"]
+
+#: Environment variable for the rendezvous' token; read here and nowhere else.
+TOKEN_VARIABLE = "AIOHIXL_TOKEN"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is not a port: 0 to 65535, 0 for any free one")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    # The model was trained for 8,192 tokens; the prompt takes about 750.
+    if not 1 <= value <= 4096:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of tokens from 1 to 4096")
+    return value
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from aiohixl import doctor
+
+    found = doctor.examine()
+    print(json.dumps(found, indent=2) if options.json else doctor.render(found))
+    return 0 if found["ok"] else 1
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from aiohixl.demo import needs, report, run
+
+    if not options.synthetic and (absent := needs.missing()):
+        _say(needs.how_to_install(absent))
+        return 2
+    try:
+        if options.synthetic:
+            result = run_async(run.run_synthetic(_say))
+        else:
+            result = run_async(run.run_model(options.tokens, _say))
+    except run.ChildError as exc:
+        if exc.traceback:
+            _say(exc.traceback.rstrip())
+        _say(f"aiohixl demo: {exc}")
+        if options.json:
+            print(json.dumps({"ok": False, "error": str(exc)}))
+        return 1
+    wrong = report.failures(result)
+    if options.json:
+        print(json.dumps({"ok": not wrong, "failures": wrong, **result}))
+    else:
+        print(f"\n{report.render(result)}")
+    for line in wrong:
+        _say(f"aiohixl demo: {line}")
+    return 1 if wrong else 0
+
+
+def _token(options: argparse.Namespace) -> str | None:
+    """From the option, the file or the environment, in this order."""
+    if options.token is not None:
+        return str(options.token)
+    if options.token_file is not None:
+        try:
+            return Path(options.token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"cannot read the token from {options.token_file}: {exc}") from exc
+    return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _rendezvous(options: argparse.Namespace) -> int:
+    from aiohixl.rendezvous import serve
+
+    def on_ready(url: str) -> None:
+        print(f"rendezvous listening on {url}", flush=True)
+
+    try:
+        token = _token(options)
+        if token is None and not _is_loopback(options.host):
+            _say(
+                f"aiohixl rendezvous: warning: anybody who reaches {options.host} can join without a token; "
+                f"set {TOKEN_VARIABLE} or give --token-file"
+            )
+        run_async(serve(options.host, options.port, token, on_ready))
+    except Stopped:
+        # Being told to stop is how a server ends well.
+        return 0
+    except (ConfigError, RendezvousError) as exc:
+        _say(f"aiohixl rendezvous: {exc}")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="aiohixl", description="One-sided transfer of KV caches for asyncio."
+    )
+    parser.add_argument("--version", action="version", version=f"aiohixl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name: str, handler: Callable[[argparse.Namespace], int], text: str) -> Any:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(handler=handler)
+        return sub
+
+    doctor = command("doctor", _doctor, "which providers work here, and the kernel limits that matter")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+
+    demo = command("demo", _demo, "prefill in one process, decode in another, the same tokens")
+    demo.add_argument(
+        "--synthetic", action="store_true", help="no model: a Llama-2-7B-shaped cache, checksums"
+    )
+    demo.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
+    demo.add_argument(
+        "--tokens", type=_count, default=32, metavar="N", help="tokens to generate (default: %(default)s)"
+    )
+
+    rendezvous = command("rendezvous", _rendezvous, "run the HTTP rendezvous where engines find each other")
+    rendezvous.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    rendezvous.add_argument(
+        "--port", type=_port, default=7700, help="port; 0 takes a free one (default: %(default)s)"
+    )
+    secret = rendezvous.add_mutually_exclusive_group()
+    secret.add_argument("--token", help="bearer token that engines must show; other users can see it in ps")
+    secret.add_argument("--token-file", metavar="FILE", help=f"read it from a file (or set {TOKEN_VARIABLE})")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        code = int(options.handler(options))
+        sys.stdout.flush()
+        return code
+    except Stopped as exc:
+        return 128 + int(exc.args[0])
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our stdout has gone (`aiohixl doctor | head`); nothing else may be written to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Native completions become results on the event loop.
+
+The engine's descriptor is a doorbell, the native rings are the truth: it says only that there may be something. The
+reader clears it first and drains second (both inside `drain`); when the budget of one round is spent nothing will
+ring again, so the reader calls itself. See the head of ``_native/engine.c`` for the other half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from aiohixl import _core
+
+__all__ = ["CompletionQueue", "Record", "Sink"]
+
+#: token, status, errno, nbytes, elapsed_ns, index, quiesced
+Record = tuple[int, int, int, int, int, int, int]
+NativeEvent = tuple[int, int, int, int, int, Any, Any, bytes, bytes]
+
+EVENTS_PER_ROUND = 256
+#: An await that finds its transfer complete gives other tasks a turn once in so many.
+INLINE_AWAITS_PER_TURN = 64
+
+
+class Sink(Protocol):
+    """What waits for a token."""
+
+    def settle(self, record: Record) -> None: ...
+
+
+class CompletionQueue:
+    """One per engine. Everything but `new_token`, `expect` and `forget` belongs to the loop's thread."""
+
+    def __init__(
+        self, core: _core.Engine, loop: asyncio.AbstractEventLoop, on_event: Callable[[NativeEvent], None]
+    ) -> None:
+        self.core = core
+        self.loop = loop
+        self.thread_id = threading.get_ident()
+        self.sinks: dict[int, Sink] = {}
+        self.after_drain: Callable[[], None] | None = None
+        self.closed = False
+        self.statuses = _core.statuses()
+        self.new_token = itertools.count(1).__next__
+        self._on_event = on_event
+        self._turn = 0
+        self._reading = False
+
+    def start(self) -> None:
+        self.loop.add_reader(self.core.fileno(), self._drain)
+        self._reading = True
+
+    def on_loop(self) -> bool:
+        return threading.get_ident() == self.thread_id
+
+    def expect(self, token: int, sink: Sink) -> None:
+        self.sinks[token] = sink
+
+    def forget(self, token: int) -> None:
+        self.sinks.pop(token, None)
+
+    def take_turn(self) -> bool:
+        """True when an await that need not wait should let others run first."""
+        self._turn += 1
+        if self._turn < INLINE_AWAITS_PER_TURN:
+            return False
+        self._turn = 0
+        return True
+
+    def _drain(self) -> None:
+        if self.closed:
+            return
+        if self.drain_round():
+            self.loop.call_soon(self._drain)
+
+    def drain_round(self) -> bool:
+        """One round; true when there may be more."""
+        records, more = self.core.drain()
+        sinks = self.sinks
+        for record in records:
+            # A record that is not quiesced will be followed by one that is, under the same token.
+            sink = sinks.pop(record[0], None) if record[6] else sinks.get(record[0])
+            if sink is not None:
+                sink.settle(record)
+        for _ in range(EVENTS_PER_ROUND):
+            event = self.core.next_event()
+            if event is None:
+                break
+            self._on_event(event)
+        else:
+            more = True
+        if self.after_drain is not None:
+            self.after_drain()
+        return more
+
+    def stop(self) -> None:
+        """Stop watching. The descriptor is open still: an epoll registration can outlive a closed one."""
+        if self._reading:
+            self._reading = False
+            if not self.loop.is_closed():
+                self.loop.remove_reader(self.core.fileno())
+
+    def close(self) -> None:
+        self.stop()
+        while self.drain_round():
+            pass
+        self.closed = True
+        self.core.close_fds()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of an engine, validated once, before anything native runs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from aiohixl.errors import ConfigError
+
+__all__ = ["FAULT_ACTIONS", "TRANSPORTS", "EngineConfig", "Fault", "parse_host_port"]
+
+#: Every transport that has a name here, and what would bring those that this build lacks.
+TRANSPORTS = {
+    "auto": "",
+    "shm": "",
+    "tcp": "this version carries bulk data on one host only; a TCP address carries control links and notes",
+    "verbs": "this version has no RDMA provider",
+    "hixl": "this version has no Ascend provider",
+}
+
+FAULT_ACTIONS = ("delay", "fail", "stall", "wedge", "die")
+_NAME_BYTES = 128
+_MAX_SECONDS = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to the nth transfer (from 0) that an engine posts. For tests.
+
+    ``delay`` holds it for ``delay`` seconds; ``fail`` fails it with ``status``; ``stall`` holds it until it is
+    cancelled; ``wedge`` cannot be recalled until ``delay`` seconds after its cancel; ``die`` kills the process.
+    """
+
+    nth: int
+    action: str
+    delay: float = 0.0
+    status: str = "FAULT"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """See `aiohixl.Engine` for what each option means. Times are seconds."""
+
+    name: str
+    rendezvous: str | None = None
+    token: str | None = None
+    secret: bytes | None = None
+    transports: tuple[str, ...] = ("auto",)
+    address: str | None = None
+    advertise: str | None = None
+    ttl: float = 10.0
+    join_timeout: float = 30.0
+    replace: str | None = None
+    force: bool = False
+    copy_threads: int | None = None
+    queue_depth: int = 16384
+    peer_depth: int = 8192
+    inline_limit: int = 32768
+    peer_timeout: float = 10.0
+    stall_timeout: float = 30.0
+    cancel_grace: float = 1.0
+    handshake_timeout: float = 5.0
+    faults: tuple[Fault, ...] = ()
+
+    @classmethod
+    def build(cls, name: object, options: dict[str, object]) -> EngineConfig:
+        """Validate; an option that does not exist is a `ConfigError` that names the nearest one."""
+        known = [f.name for f in fields(cls) if f.name != "name"]
+        for key in options:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+                raise ConfigError(f"Engine has no option {key!r}{hint}")
+        values = dict(options)
+        if isinstance(values.get("secret"), str):
+            values["secret"] = str(values["secret"]).encode()
+        if "transports" in values:
+            values["transports"] = _transports(values["transports"])
+        if "faults" in values:
+            values["faults"] = _faults(values["faults"])
+        config = cls(name, **values)  # type: ignore[arg-type]
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"an engine's name is a string that is not empty, not {self.name!r}")
+        if len(self.name.encode("utf-8", "surrogatepass")) > _NAME_BYTES:
+            raise ConfigError(
+                f"an engine's name has at most {_NAME_BYTES} bytes of UTF-8: {self.name[:40]!r}..."
+            )
+        if not self.name.isprintable() or "/" in self.name:
+            raise ConfigError(f"an engine's name has printable characters and no '/': {self.name!r}")
+        if self.secret is not None and (not isinstance(self.secret, bytes) or not self.secret):
+            raise ConfigError("secret: a str or bytes that is not empty")
+        for key in ("rendezvous", "token", "address", "advertise", "replace"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{key}: a str that is not empty, not {type(value).__name__}")
+        if self.address is not None:
+            host, _ = parse_host_port(self.address, "address")
+            if host in ("0.0.0.0", "::") and self.advertise is None:
+                raise ConfigError(
+                    f"address {self.address!r} listens on every interface: say with advertise='host' which address "
+                    "peers shall use"
+                )
+        for key, low, high in (
+            ("ttl", 1.0, 3600.0),
+            ("join_timeout", 0.0, _MAX_SECONDS),
+            ("peer_timeout", 0.02, _MAX_SECONDS),
+            ("stall_timeout", 0.02, _MAX_SECONDS),
+            ("cancel_grace", 0.02, _MAX_SECONDS),
+            ("handshake_timeout", 0.02, _MAX_SECONDS),
+        ):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"{key}: seconds from {low} to {high}, not {value!r}")
+        for key, low_int, high_int in (
+            ("queue_depth", 16, 1 << 20),
+            ("peer_depth", 1, 1 << 20),
+            ("inline_limit", 0, 1 << 20),
+            ("copy_threads", 1, 16),
+        ):
+            value = getattr(self, key)
+            if key == "copy_threads" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low_int <= value <= high_int:
+                raise ConfigError(f"{key}: a whole number from {low_int} to {high_int}, not {value!r}")
+        if self.queue_depth & (self.queue_depth - 1):
+            raise ConfigError(f"queue_depth: a power of two, not {self.queue_depth}")
+
+    def native(self) -> dict[str, int]:
+        """Options under the names and units of the native core."""
+        out = {
+            "queue_depth": self.queue_depth,
+            "peer_depth": self.peer_depth,
+            "inline_limit": self.inline_limit,
+            "peer_timeout_ns": int(self.peer_timeout * 1e9),
+            "stall_timeout_ns": int(self.stall_timeout * 1e9),
+            "cancel_grace_ns": int(self.cancel_grace * 1e9),
+            "handshake_timeout_ns": int(self.handshake_timeout * 1e9),
+        }
+        if self.copy_threads is not None:
+            out["copy_threads"] = self.copy_threads
+        return out
+
+
+def _transports(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ConfigError(f"transports: a list of names out of {', '.join(TRANSPORTS)}, not {value!r}")
+    for name in value:
+        if name not in TRANSPORTS:
+            near = difflib.get_close_matches(str(name), TRANSPORTS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"transports: there is no {name!r} among {', '.join(TRANSPORTS)}{hint}")
+        if TRANSPORTS[name]:
+            raise ConfigError(f"transports: {name!r} is not available: {TRANSPORTS[name]}")
+    return tuple(value)
+
+
+def _faults(value: object) -> tuple[Fault, ...]:
+    if not isinstance(value, Iterable):
+        raise ConfigError(f"faults: a FaultPlan or an iterable of Fault, not {value!r}")
+    faults = tuple(value)
+    for fault in faults:
+        if (
+            not isinstance(fault, Fault)
+            or fault.action not in FAULT_ACTIONS
+            or fault.nth < 0
+            or fault.delay < 0
+        ):
+            raise ConfigError(
+                f"faults: not a Fault with an action out of {', '.join(FAULT_ACTIONS)}: {fault!r}"
+            )
+    return faults
+
+
+def parse_host_port(text: str, what: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port``, with or without ``tcp://`` before it."""
+    rest = text.removeprefix("tcp://")
+    host, colon, port = rest.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    if (
+        not colon
+        or not host
+        or not port.isascii()
+        or not port.isdigit()
+        or int(port) > 65535
+        or (":" in host) != bracketed
+    ):
+        raise ConfigError(f"{what}: host:port or [v6]:port with a port from 0 to 65535, not {text!r}")
+    return host, int(port)

@@ -1,0 +1,641 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One remote engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from aiohixl import _core
+from aiohixl.completion import CompletionQueue
+from aiohixl.errors import (
+    ConfigError,
+    HixlError,
+    PeerUnreachableError,
+    QueueFullError,
+    RegionError,
+    TransferAbortedError,
+    make_error,
+)
+from aiohixl.kvcache import Blocks, KVCache, RemoteKV, Row, decode_announcement, rows_of_layer
+from aiohixl.region import Region, RemoteRegion, Span, as_int64
+from aiohixl.scope import Scope, note_post
+from aiohixl.stream import KVStream
+from aiohixl.transfer import REASONS, Transfer
+
+__all__ = ["Peer", "Route"]
+
+Segment = tuple[Region, _core.RemoteRegion, int, npt.NDArray[np.int64], npt.NDArray[np.int64], Any]
+KINDS = {"write": _core.WRITE, "read": _core.READ, "note": _core.NOTE}
+
+
+class Route(NamedTuple):
+    """The path of a transfer: the provider, and in words why that one."""
+
+    provider: str
+    reason: str
+
+
+class Host(Protocol):
+    """What a peer needs of its engine."""
+
+    queue: CompletionQueue
+
+    def check(self) -> None: ...
+    def peer_parked(self, peer: Peer) -> None: ...
+
+
+class _Parked(NamedTuple):
+    transfer: Transfer
+    segments: list[Segment]
+    epoch: int
+    note: bytes | None
+    topic: bytes
+    aborted: bool
+
+
+class Peer:
+    """A connected engine. `write`, `read` and what is built on them may be called from any thread; all else belongs to the
+    loop. Every post raises `PeerLostError` once the peer is lost; connect again then."""
+
+    def __init__(self, host: Host, endpoint: _core.Endpoint) -> None:
+        self._host = host
+        self._queue = host.queue
+        self._endpoint = endpoint
+        self._parked: deque[_Parked] = deque()
+        self._regions: dict[int, RemoteRegion] = {}
+        self._kv_ids: dict[str, tuple[Any, list[int]]] = {}
+        self._kv: dict[str, RemoteKV] = {}
+        self._news: list[asyncio.Future[None]] = []
+        self._space: list[asyncio.Future[None]] = []
+        self._lost: HixlError | None = None
+        self.name = endpoint.name
+        #: 32 hexadecimal digits, new each time the remote engine starts.
+        self.incarnation = endpoint.incarnation.hex()
+        self.epoch = endpoint.peer_epoch
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name!r} {self.incarnation[:8]}{' lost' if self._lost else ''}>"
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    @property
+    def serial(self) -> int:
+        return self._endpoint.serial
+
+    # ---- what the peer has announced ----
+
+    @property
+    def regions(self) -> dict[str, RemoteRegion]:
+        """Announced so far, by name. The parts of a KV cache stand in `caches`, as one."""
+        return {r.name: r for r in self._regions.values() if "\n" not in r.name}
+
+    @property
+    def caches(self) -> dict[str, RemoteKV]:
+        """KV caches announced so far, by name."""
+        return dict(self._kv)
+
+    async def region(self, name: str, *, wait: float = 10.0) -> RemoteRegion:
+        """The region of that name; waits up to `wait` seconds for one that is not announced yet (`RegionError` then)."""
+        return await self._announced(
+            lambda: self.regions.get(name), name, "region", wait, lambda: list(self.regions)
+        )
+
+    async def kv(self, name: str = "kv", *, wait: float = 10.0) -> RemoteKV:
+        """The KV cache of that name; waits for it as `region` does."""
+        return await self._announced(
+            lambda: self._kv.get(name), name, "KV cache", wait, lambda: list(self._kv)
+        )
+
+    async def _announced(
+        self, find: Callable[[], Any], name: str, what: str, wait: float, known: Callable[[], list[str]]
+    ) -> Any:
+        self._host.check()
+        try:
+            async with asyncio.timeout(wait):
+                while (found := find()) is None:
+                    if self._lost is not None:
+                        raise self._lost.with_traceback(None)
+                    future = self._queue.loop.create_future()
+                    self._news.append(future)
+                    await future
+                return found
+        except TimeoutError:
+            raise RegionError(
+                f"peer {self.name!r} announced no {what} {name!r} within {wait} s; it has {known() or 'none'}"
+            ) from None
+
+    def region_added(self, handle: _core.RemoteRegion, name: str, blob: bytes) -> None:
+        if handle.kind == _core.KIND_LAYOUT:
+            try:
+                self._kv_ids[name] = decode_announcement(blob)
+            except HixlError as exc:
+                self._queue.loop.call_exception_handler(
+                    {
+                        "message": f"peer {self.name!r} announced a KV cache that cannot be used",
+                        "exception": exc,
+                    }
+                )
+        else:
+            self._regions[handle.id] = RemoteRegion(handle, name, self.name)
+        self._complete_caches()
+        self._tell()
+
+    def region_removed(self, handle: _core.RemoteRegion) -> None:
+        self._regions.pop(handle.id, None)
+        for name, cache in list(self._kv.items()):
+            if any(region.id == handle.id for region in cache.regions):
+                del self._kv[name]
+                self._kv_ids.pop(name, None)
+
+    def _complete_caches(self) -> None:
+        for name, (layout, ids) in self._kv_ids.items():
+            if name not in self._kv and all(i in self._regions for i in ids):
+                try:
+                    self._kv[name] = RemoteKV(name, self.name, layout, [self._regions[i] for i in ids])
+                except HixlError as exc:
+                    self._queue.loop.call_exception_handler(
+                        {
+                            "message": f"peer {self.name!r} announced a KV cache that cannot be used",
+                            "exception": exc,
+                        }
+                    )
+
+    def _tell(self) -> None:
+        for future in self._news:
+            if not future.done():
+                future.set_result(None)
+        self._news.clear()
+
+    def became_lost(self, status: str, text: str) -> None:
+        self._lost = make_error(status, f"peer {self.name!r} is lost: {text}; connect again")
+        parked, self._parked = self._parked, deque()
+        for entry in parked:
+            entry.transfer.fail(
+                make_error(status, f"{self.describe(entry.transfer)}: the peer is lost: {text}")
+            )
+        self._tell()
+        self._make_space()
+
+    # ---- transfers ----
+
+    def write(
+        self,
+        local: Region | Span,
+        remote: RemoteRegion | Span,
+        *,
+        note: bytes | None = None,
+        topic: str = "",
+    ) -> Transfer:
+        """Put the bytes of `local` into `remote` (equal lengths). Posted at once; await it to know that they are visible there.
+
+        A `note` is delivered to the peer after them. Raises `RegionError` (wrong spans; nothing was posted); the transfer
+        fails with `RemoteAccessError` when the owner does not allow it, `PeerLostError`, `TransferTimeoutError`. Cancelling
+        the last await recalls it; the peer may then have any part of the bytes, and gets the note with ``aborted=True``.
+        """
+        return self._one("write", local, remote, note, topic)
+
+    def read(self, local: Region | Span, remote: RemoteRegion | Span) -> Transfer:
+        """Fetch the bytes of `remote` into `local` (equal lengths). Otherwise as `write`."""
+        return self._one("read", local, remote, None, "")
+
+    #: The same as `write`: every post may be made from any thread. Off the loop a full queue is a `QueueFullError`.
+    post_write = write
+    post_read = read
+
+    def _one(self, kind: str, local: Any, remote: Any, note: bytes | None, topic: str) -> Transfer:
+        if type(local) is Span:
+            region, lo, nbytes = local.target, local.offset, local.nbytes
+        else:
+            region, lo, nbytes = local, 0, local.nbytes
+        if type(remote) is Span:
+            target, ro, there = remote.target, remote.offset, remote.nbytes
+        else:
+            target, ro, there = remote, 0, remote.nbytes
+        if not isinstance(region, Region) or type(target) is not RemoteRegion:
+            raise RegionError(
+                f"{kind} takes a region or span of this engine first and one of the peer second, not {local!r} and {remote!r}"
+            )
+        if nbytes != there:
+            raise RegionError(
+                f"{kind} between unequal lengths: {nbytes} bytes here, {there} bytes at peer {self.name!r}"
+            )
+        if region._quarantine:
+            region.check_quarantine(lo, nbytes)
+        if note is not None or self._parked:
+            los, ros = np.array([lo], np.int64), np.array([ro], np.int64)
+            return self._post(
+                kind, [(region, target.handle, target.rkey, los, ros, nbytes)], nbytes, note, topic
+            )
+        queue = self._queue
+        transfer = Transfer(self, queue, kind, nbytes, region)
+        token = transfer.token
+        queue.sinks[token] = transfer
+        try:
+            handle = self._endpoint.post_one(
+                KINDS[kind], token, region, lo, target.handle, target.rkey, ro, nbytes
+            )
+        except _core.StatusError as exc:
+            los, ros = np.array([lo], np.int64), np.array([ro], np.int64)
+            segment = (region, target.handle, target.rkey, los, ros, nbytes)
+            self._not_posted(exc, _Parked(transfer, [segment], _core.EPOCH_NOW, None, b"", False))
+        else:
+            if handle < 0:
+                del queue.sinks[token]
+                transfer.complete_inline(-1 - handle)
+            else:
+                transfer.posted(handle)
+        note_post(self, transfer)
+        return transfer
+
+    def write_many(
+        self,
+        local: Region,
+        local_offsets: Sequence[int] | npt.NDArray[Any],
+        remote: RemoteRegion,
+        remote_offsets: Sequence[int] | npt.NDArray[Any],
+        nbytes: int | Sequence[int] | npt.NDArray[Any],
+        *,
+        note: bytes | None = None,
+        topic: str = "",
+    ) -> Transfer:
+        """One transfer of many rows: ``nbytes`` (one for all, or one each) from each local offset to each remote one.
+
+        Rows must not write the same bytes twice. A row out of bounds is a `RegionError` that names its index, before a byte
+        moves; an overlap is found in a native thread and fails the transfer before a byte moves.
+        """
+        return self._many("write", local, local_offsets, remote, remote_offsets, nbytes, note, topic)
+
+    def read_many(
+        self,
+        local: Region,
+        local_offsets: Sequence[int] | npt.NDArray[Any],
+        remote: RemoteRegion,
+        remote_offsets: Sequence[int] | npt.NDArray[Any],
+        nbytes: int | Sequence[int] | npt.NDArray[Any],
+    ) -> Transfer:
+        """`write_many` in the other direction."""
+        return self._many("read", local, local_offsets, remote, remote_offsets, nbytes, None, "")
+
+    def _many(
+        self,
+        kind: str,
+        local: Any,
+        los: Any,
+        remote: Any,
+        ros: Any,
+        nbytes: Any,
+        note: bytes | None,
+        topic: str,
+    ) -> Transfer:
+        if not isinstance(local, Region) or not isinstance(remote, RemoteRegion):
+            raise RegionError(
+                f"{kind}_many takes a region of this engine and one of the peer, not {local!r} and {remote!r}"
+            )
+        lo, ro = as_int64(los, "local offsets"), as_int64(ros, "remote offsets")
+        n: Any = nbytes if isinstance(nbytes, int) else as_int64(nbytes, "nbytes")
+        if len(lo) != len(ro) or (not isinstance(n, int) and len(n) != len(lo)):
+            lengths = "" if isinstance(n, int) else f", {len(n)} lengths"
+            raise RegionError(f"{kind}_many: {len(lo)} local offsets, {len(ro)} remote offsets{lengths}")
+        if isinstance(n, int) and n < 0:
+            raise RegionError(f"{kind}_many: nbytes is negative: {n}")
+        total = n * len(lo) if isinstance(n, int) else int(n.sum())
+        return self._post(kind, [(local, remote.handle, remote.rkey, lo, ro, n)], total, note, topic)
+
+    # ---- KV caches ----
+
+    def write_kv(
+        self,
+        cache: KVCache,
+        blocks: Blocks,
+        remote_blocks: Blocks,
+        *,
+        remote: RemoteKV | str | None = None,
+        layers: Sequence[int] | None = None,
+        note: bytes | None = None,
+        topic: str = "",
+    ) -> Transfer:
+        """Put `blocks` of our cache into `remote_blocks` of the peer's (default: its cache of the same name), all layers.
+
+        Blocks are indices, lists or integer arrays of equal length, the remote ones without repetition. Raises `RegionError`
+        (an index past the end, unequal lengths), `PeerMismatchError` (layouts that differ, by field). Otherwise as `write`.
+        """
+        return self._kv_transfer("write", cache, blocks, remote_blocks, remote, layers, note, topic)
+
+    def read_kv(
+        self,
+        cache: KVCache,
+        blocks: Blocks,
+        remote_blocks: Blocks,
+        *,
+        remote: RemoteKV | str | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> Transfer:
+        """Fetch `remote_blocks` of the peer's cache into `blocks` of ours. Otherwise as `write_kv`."""
+        return self._kv_transfer("read", cache, blocks, remote_blocks, remote, layers, None, "")
+
+    def _kv_transfer(
+        self,
+        kind: str,
+        cache: KVCache,
+        blocks: Any,
+        there: Any,
+        remote: Any,
+        layers: Any,
+        note: Any,
+        topic: str,
+    ) -> Transfer:
+        target = self._remote_kv(cache, remote)
+        direction = "remote" if kind == "write" else "local"
+        here, far = cache.layout.pair_blocks(target.layout, blocks, there, destination=direction)
+        indices = range(cache.layout.num_layers) if layers is None else layers
+        rows = [row for layer in indices for row in rows_of_layer(cache, target, layer, here, far)]
+        return self._post_rows(kind, rows, note, topic, _core.EPOCH_NOW)
+
+    def stream_kv(
+        self,
+        cache: KVCache,
+        blocks: Blocks,
+        remote_blocks: Blocks,
+        *,
+        remote: RemoteKV | str | None = None,
+        note: bytes | None = None,
+        topic: str = "",
+    ) -> KVStream:
+        """``async with peer.stream_kv(...) as stream``: `write_kv` one layer at a time, by ``stream.post(layer)`` from any thread.
+
+        Permission counts from now: if the owner revokes the blocks, what is posted later fails, even if they were granted to
+        another request meanwhile.
+        """
+        target = self._remote_kv(cache, remote)
+        here, far = cache.layout.pair_blocks(target.layout, blocks, remote_blocks)
+        epoch = self._endpoint.epoch
+
+        def post_layer(layer: int) -> Transfer:
+            return self._post_rows("write", rows_of_layer(cache, target, layer, here, far), None, "", epoch)
+
+        def send_note(aborted: bool) -> Transfer:
+            return self._post("note", [], 0, note, topic, aborted=aborted)
+
+        what = f"stream of {len(here)} blocks of {cache.name!r} to peer {self.name!r}"
+        return KVStream(post_layer, None if note is None else send_note, cache.layout.num_layers, what)
+
+    def _remote_kv(self, cache: KVCache, remote: RemoteKV | str | None) -> RemoteKV:
+        name = cache.name if remote is None else remote
+        target = remote if isinstance(remote, RemoteKV) else self._kv.get(str(name))
+        if target is None:
+            if self._lost is not None:
+                raise self._lost.with_traceback(None)
+            raise RegionError(
+                f"peer {self.name!r} has announced no KV cache {name!r} yet (it has {list(self._kv) or 'none'}); "
+                f"`await peer.kv({name!r})` waits for it"
+            )
+        target.agree(cache)
+        return target
+
+    def _post_rows(self, kind: str, rows: list[Row], note: bytes | None, topic: str, epoch: int) -> Transfer:
+        segments: list[Segment] = [(local, r.handle, r.rkey, lo, ro, n) for local, r, lo, ro, n in rows]
+        total = sum(int(row[4].sum()) for row in rows)
+        return self._post(kind, segments, total, note, topic, epoch=epoch)
+
+    # ---- notes ----
+
+    def notify(self, payload: bytes, *, topic: str = "") -> Transfer:
+        """Send a note of its own (at most 64 KiB). Await it to know that it stands in the peer's queue; fails as `write` does."""
+        return self._post("note", [], 0, payload, topic)
+
+    # ---- posting ----
+
+    def _post(
+        self,
+        kind: str,
+        segments: list[Segment],
+        nbytes: int,
+        note: bytes | None,
+        topic: str,
+        *,
+        epoch: int = _core.EPOCH_NOW,
+        aborted: bool = False,
+    ) -> Transfer:
+        payload = None if note is None else _note_bytes(note)
+        topic_bytes = topic.encode()
+        if len(topic_bytes) > _core.TOPIC_MAX:
+            raise ConfigError(f"topic: at most {_core.TOPIC_MAX} bytes of UTF-8, not {len(topic_bytes)}")
+        for region, _, _, lo, _, n in segments:
+            if region._quarantine:
+                for off, size in zip(
+                    lo.tolist(), [n] * len(lo) if isinstance(n, int) else n.tolist(), strict=True
+                ):
+                    region.check_quarantine(off, size)
+        transfer = Transfer(self, self._queue, kind, nbytes, segments)
+        entry = _Parked(transfer, segments, epoch, payload, topic_bytes, aborted)
+        if self._parked:
+            self._park(entry)
+        else:
+            self._submit(entry)
+        note_post(self, transfer)
+        return transfer
+
+    def _submit(self, entry: _Parked) -> None:
+        transfer, queue = entry.transfer, self._queue
+        queue.sinks[transfer.token] = transfer
+        try:
+            handle = self._endpoint.post(
+                KINDS[transfer.kind],
+                transfer.token,
+                entry.segments,
+                epoch=entry.epoch,
+                note=entry.note,
+                topic=entry.topic,
+                aborted=entry.aborted,
+            )
+        except _core.StatusError as exc:
+            self._not_posted(exc, entry)
+            return
+        if handle < 0:
+            queue.forget(transfer.token)
+            transfer.complete_inline(-1 - handle)
+        else:
+            transfer.posted(handle)
+
+    def _not_posted(self, exc: _core.StatusError, entry: _Parked) -> None:
+        """A post that failed has no completion: it parks, or raises."""
+        self._queue.forget(entry.transfer.token)
+        name = self._queue.statuses[exc.status]
+        if name == "QUEUE_FULL":
+            self._park(entry)
+            return
+        if name in ("PEER_LOST", "ABORTED") and self._lost is not None:
+            raise self._lost.with_traceback(None)
+        text = f"{self.describe(entry.transfer)}: {REASONS.get(name, name.lower())}"
+        if exc.index != _core.NO_INDEX:
+            text += f" (row {exc.index}{_row(entry.segments, exc.index)})"
+        if name == "NO_PATH" and entry.segments:
+            text += f": {self._endpoint.route(entry.segments[0][0], entry.segments[0][1])[1]}"
+        raise make_error(name, text) from None
+
+    def _park(self, entry: _Parked) -> None:
+        """The queue is full, or others wait already: posted later, in order."""
+        if not self._queue.on_loop():
+            raise QueueFullError(
+                f"{self.describe(entry.transfer)}: {self._endpoint.inflight} transfers are in flight to this peer; "
+                "wait for some of them, or post on the loop, where posts park"
+            )
+        self._parked.append(entry)
+        self._host.peer_parked(self)
+
+    def unpark(self, budget: int) -> bool:
+        """Post up to `budget` parked transfers; whether some still wait."""
+        while self._parked and budget > 0:
+            entry = self._parked.popleft()
+            budget -= 1
+            before = len(self._parked)
+            try:
+                self._submit(entry)
+            except HixlError as exc:
+                entry.transfer.fail(exc)
+            if len(self._parked) > before:  # still full: it went to the back, and belongs at the front
+                self._parked.rotate(1)
+                break
+        if not self._parked:
+            self._make_space()
+        return bool(self._parked)
+
+    def recall_parked(self, transfer: Transfer) -> bool:
+        """Takes a parked transfer out, if it is one. Its note goes out as aborted."""
+        for entry in self._parked:
+            if entry.transfer is transfer:
+                self._parked.remove(entry)
+                transfer.fail(
+                    TransferAbortedError(f"{self.describe(transfer)}: cancelled before it was posted")
+                )
+                if entry.note is not None and self._lost is None:
+                    self._post("note", [], 0, entry.note, entry.topic.decode(), aborted=True).detach()
+                return True
+        return False
+
+    # ---- what transfers ask of their peer ----
+
+    def describe(self, transfer: Transfer) -> str:
+        preposition = {"write": "to", "read": "from"}.get(transfer.kind, "to")
+        size = "" if transfer.kind == "note" else f" of {transfer.nbytes} bytes"
+        return f"{transfer.kind}{size} {preposition} peer {self.name!r}"
+
+    def quarantine(self, transfer: Transfer) -> None:
+        for region, spans in _local_spans(transfer.keep):
+            region.quarantine(
+                transfer.token, spans, f"{self.describe(transfer)} was given up before the transport let go"
+            )
+
+    def release(self, transfer: Transfer) -> None:
+        for region, _ in _local_spans(transfer.keep):
+            region.release(transfer.token)
+
+    # ---- pacing, closing ----
+
+    @property
+    def inflight(self) -> int:
+        """Transfers handed to the native side and not complete, plus those that are parked."""
+        return self._endpoint.inflight + len(self._parked)
+
+    async def window(self) -> None:
+        """Return when the next post will not park. Cancelling this only stops waiting."""
+        self._host.check()
+        while self._parked and self._lost is None:
+            future = self._queue.loop.create_future()
+            self._space.append(future)
+            await future
+
+    def _make_space(self) -> None:
+        for future in self._space:
+            if not future.done():
+                future.set_result(None)
+        self._space.clear()
+
+    def scope(self) -> Scope:
+        """``async with peer.scope()``: leaving waits for everything posted inside; leaving by an exception recalls it first."""
+        return Scope(self)
+
+    def route(self, local: Region | Span, remote: RemoteRegion | Span) -> Route:
+        """Which path a transfer between the two takes, and why; `RegionError` with the reason when there is none."""
+        here = local.target if isinstance(local, Span) else local
+        there = remote.target if isinstance(remote, Span) else remote
+        if not isinstance(here, Region) or not isinstance(there, RemoteRegion):
+            raise RegionError(
+                f"route takes a region of this engine and one of the peer, not {local!r} and {remote!r}"
+            )
+        provider, reason = self._endpoint.route(here, there.handle)
+        if provider is None:
+            raise RegionError(f"no path between {here!r} and {there!r}: {reason}")
+        return Route(provider, reason)
+
+    async def close(self) -> None:
+        """Drop the link to this peer: waits for its transfers, then closes. The peer sees us as lost. Idempotent."""
+        self._host.check()
+        if self._lost is not None:
+            return
+        try:
+            while self.inflight and self._lost is None:
+                future = self._queue.loop.create_future()
+                self._space.append(future)
+                await future
+        finally:
+            if self._lost is None:
+                self._endpoint.close()
+        while self._lost is None:
+            future = self._queue.loop.create_future()
+            self._news.append(future)
+            await future
+
+    def after_drain(self) -> None:
+        if self._space and not self.inflight:
+            self._make_space()
+
+    def credit(self, notes: int) -> None:
+        if self._lost is None:
+            self._endpoint.credit(notes)
+
+
+def _note_bytes(note: object) -> bytes:
+    if not isinstance(note, bytes | bytearray | memoryview):
+        raise ConfigError(f"note: bytes, not {type(note).__name__}")
+    payload = bytes(note)
+    if len(payload) > _core.NOTE_MAX:
+        raise ConfigError(
+            f"note: at most {_core.NOTE_MAX} bytes, not {len(payload)}; put the rest into a region"
+        )
+    return payload
+
+
+def _row(segments: list[Segment], index: int) -> str:
+    for region, remote, _, lo, ro, n in segments:
+        if index < len(lo):
+            size = n if isinstance(n, int) else int(n[index])
+            return (
+                f": {size} bytes at offset {int(lo[index])} of {region.nbytes} here, at offset {int(ro[index])} of "
+                f"{remote.nbytes} there"
+            )
+        index -= len(lo)
+    return ""
+
+
+def _local_spans(keep: Any) -> list[tuple[Region, tuple[tuple[int, int], ...]]]:
+    if isinstance(keep, Region):
+        return [(keep, ((0, keep.nbytes),))]
+    out = []
+    for region, _, _, lo, _, n in keep or ():
+        sizes = [n] * len(lo) if isinstance(n, int) else n.tolist()
+        out.append((region, tuple(zip(lo.tolist(), sizes, strict=True))))
+    return out
+
+
+def unreachable(target: str, tried: list[str]) -> PeerUnreachableError:
+    what = "; ".join(tried) if tried else "it has no address that can be tried from here"
+    return PeerUnreachableError(f"cannot connect to {target}: {what}")

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One posted transfer, as something to await.
+
+A `Transfer` is in flight from the moment it exists. It can be awaited any number of times and by several tasks, and
+it is a coroutine to asyncio, so that ``gather`` and ``TaskGroup.create_task`` take it; ``asyncio.wait`` wants tasks,
+as it does for every coroutine: ``asyncio.wait([asyncio.ensure_future(t)])``.
+
+When an await of it ends by cancellation, the caller may reuse its memory at once: the last awaiter's cancellation
+recalls the transfer and waits until the native side has let go (at most `cancel_grace`; see `Transfer.quiesced`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from typing import Any, Protocol
+
+from aiohixl.completion import CompletionQueue, Record
+from aiohixl.errors import HixlError, make_error
+
+__all__ = ["REASONS", "Transfer", "outlast", "wait_all"]
+
+NO_INDEX = 0xFFFFFFFFFFFFFFFF
+
+
+class Origin(Protocol):
+    """Who posted it: a peer."""
+
+    def describe(self, transfer: Transfer) -> str: ...
+    def recall_parked(self, transfer: Transfer) -> bool: ...
+    def quarantine(self, transfer: Transfer) -> None: ...
+    def release(self, transfer: Transfer) -> None: ...
+
+
+class Transfer(Coroutine[Any, Any, "Transfer"]):
+    """A read, a write or a note on its way. Made by a peer's methods only."""
+
+    __slots__ = (
+        "__weakref__",
+        "_cancelling",
+        "_done",
+        "_drivers",
+        "_error",
+        "_handle",
+        "_observed",
+        "_on_done",
+        "_origin",
+        "_queue",
+        "_quiescers",
+        "_waiters",
+        "elapsed",
+        "keep",
+        "kind",
+        "nbytes",
+        "quiesced",
+        "token",
+    )
+
+    def __init__(self, origin: Origin, queue: CompletionQueue, kind: str, nbytes: int, keep: Any) -> None:
+        self._origin = origin
+        self._queue = queue
+        self.token = queue.new_token()
+        self._handle = 0
+        self._done = False
+        self._cancelling = False
+        self._observed = False
+        self._error: HixlError | None = None
+        self._waiters: list[asyncio.Future[None]] | None = None
+        self._quiescers: list[asyncio.Future[None]] | None = None
+        self._drivers: dict[asyncio.Task[Any] | None, Generator[Any, Any, Transfer]] | None = None
+        self._on_done: Callable[[Transfer], None] | None = None
+        self.keep = keep  # the memory, while the native side may touch it
+        self.kind = kind
+        #: Bytes that the transfer moves; once it has failed, those that had landed.
+        self.nbytes = nbytes
+        #: Seconds from the post until the bytes were visible at their destination; None before.
+        self.elapsed: float | None = None
+        #: False from a failure until the native side has let go of the memory (see `wait_quiesced`).
+        self.quiesced = False
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else "failed" if self._error else "done"
+        return f"<Transfer {self._origin.describe(self)} {state}>"
+
+    # ---- results ----
+
+    def done(self) -> bool:
+        """Whether it has completed, failed or was cancelled."""
+        return self._done
+
+    def exception(self) -> HixlError | None:
+        """Why it failed, or None. Looking at it counts as awaiting it."""
+        self._observed = True
+        return self._error
+
+    def complete_inline(self, elapsed_ns: int) -> None:
+        self._done = self.quiesced = True
+        self.elapsed = elapsed_ns * 1e-9
+        self.keep = None
+
+    def settle(self, record: Record) -> None:
+        """A native record for its token. On the loop."""
+        _, status, sys_errno, nbytes, elapsed_ns, index, quiesced = record
+        if not self._done:
+            name = self._queue.statuses[status]
+            self.elapsed = elapsed_ns * 1e-9
+            if name != "OK":
+                self.nbytes = nbytes
+                self._error = self._make_error(name, sys_errno, index)
+            if not quiesced:
+                self._origin.quarantine(self)
+            self._finish()
+        elif quiesced:
+            self._origin.release(self)
+        if quiesced:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.quiesced = True
+        self.keep = None
+        _wake(self._quiescers)
+        self._quiescers = None
+
+    def fail(self, error: HixlError) -> None:
+        """It was never handed to the native side, and will not be."""
+        self._error = error
+        self.nbytes = 0
+        self._let_go()
+        self._finish()
+
+    def _finish(self) -> None:
+        self._done = True
+        _wake(self._waiters)
+        self._waiters = None
+        if self._on_done is not None:
+            self._on_done(self)
+            self._on_done = None
+
+    def _make_error(self, name: str, sys_errno: int, index: int) -> HixlError:
+        text = f"{self._origin.describe(self)}: {REASONS.get(name, name.lower())}"
+        if index != NO_INDEX:
+            text += f" (row {index})"
+        if sys_errno:
+            text += f": {os.strerror(sys_errno)}"
+        return make_error(name, text, sys_errno)
+
+    def __del__(self) -> None:
+        if self._error is not None and not self._observed and not self._queue.loop.is_closed():
+            self._queue.loop.call_exception_handler(
+                {
+                    "message": "a failed Transfer was never awaited",
+                    "exception": self._error,
+                    "transfer": repr(self),
+                }
+            )
+
+    # ---- cancelling ----
+
+    def cancel(self) -> bool:
+        """Ask for it to be recalled; false if it has completed already. Any thread. Await it to know that it ended."""
+        if self._done:
+            return False
+        self._cancelling = True
+        if self._origin.recall_parked(self):
+            return True
+        if self._handle:
+            self._queue.core.cancel(self._handle)
+        return True
+
+    def detach(self) -> None:
+        """Nobody will await it: a failure is not reported to the loop."""
+        self._observed = True
+
+    def posted(self, handle: int) -> None:
+        self._handle = handle
+        if self._cancelling:  # cancelled on the loop while a thread was posting it
+            self._queue.core.cancel(handle)
+
+    async def wait_quiesced(self) -> None:
+        """Return when neither side touches the memory any more: at once, except where `quiesced` is false.
+
+        Cancelling this only stops waiting.
+        """
+        while not self.quiesced:
+            future = self._queue.loop.create_future()
+            if self._quiescers is None:
+                self._quiescers = []
+            self._quiescers.append(future)
+            await future
+
+    def when_quiesced(self, callback: Callable[[], None]) -> None:
+        """Call it on the loop once neither side touches the memory: now, if that is so."""
+        if self.quiesced:
+            callback()
+            return
+        future = self._queue.loop.create_future()
+        future.add_done_callback(lambda _: callback())
+        if self._quiescers is None:
+            self._quiescers = []
+        self._quiescers.append(future)
+
+    def take_turn(self) -> bool:
+        return self._queue.take_turn()
+
+    # ---- awaiting ----
+
+    def __await__(self) -> Generator[Any, Any, Transfer]:
+        if not self._done:
+            yield from self._wait()
+        elif self._queue.take_turn():
+            yield
+        self._observed = True
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self
+
+    def _wait(self) -> Generator[Any, Any, None]:
+        future = self._queue.loop.create_future()
+        if self._waiters is None:
+            self._waiters = []
+        self._waiters.append(future)
+        try:
+            yield from future.__await__()
+        except asyncio.CancelledError:
+            if self._waiters is not None:
+                self._waiters.remove(future)
+                if self._waiters:
+                    raise  # others wait on: only this await ends
+                self.cancel()
+                yield from self._wait_until_done()
+            self._observed = True
+            raise
+
+    def _wait_until_done(self) -> Generator[Any, Any, None]:
+        # A second cancellation changes nothing: the first one goes on when the memory is free. Bounded by cancel_grace.
+        while not self._done:
+            future = self._queue.loop.create_future()
+            if self._waiters is None:
+                self._waiters = []
+            self._waiters.append(future)
+            try:
+                yield from future.__await__()
+            except asyncio.CancelledError:
+                if self._waiters is not None:
+                    self._waiters.remove(future)
+
+    # ---- what makes it a coroutine: each task that drives it has its own await ----
+
+    def send(self, value: Any) -> Any:
+        return self._step(lambda driver: driver.send(value))
+
+    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
+        error = val if val is not None else typ() if isinstance(typ, type) else typ
+        driver = self._driver()
+        if inspect.getgeneratorstate(driver) == inspect.GEN_CREATED:
+            # Cancelled before its first step: begin the await, so that it ends as any other does.
+            try:
+                driver.send(None)
+            except StopIteration:
+                self._drop()
+                raise error from None
+        return self._step(lambda driver: driver.throw(error))
+
+    def close(self) -> None:
+        self._driver().close()
+        self._drop()
+
+    def _driver(self) -> Generator[Any, Any, Transfer]:
+        if self._drivers is None:
+            self._drivers = {}
+        task = _current_task()
+        driver = self._drivers.get(task)
+        if driver is None:
+            driver = self._drivers[task] = self.__await__()
+        return driver
+
+    def _drop(self) -> None:
+        if self._drivers is not None:
+            self._drivers.pop(_current_task(), None)
+
+    def _step(self, step: Callable[[Generator[Any, Any, Transfer]], Any]) -> Any:
+        try:
+            return step(self._driver())
+        except BaseException:
+            self._drop()
+            raise
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+def _wake(futures: list[asyncio.Future[None]] | None) -> None:
+    for future in futures or ():
+        if not future.done():
+            future.set_result(None)
+
+
+#: What a status says of a transfer, in a sentence with the transfer's description before it.
+REASONS = {
+    "REMOTE_ACCESS": "the owner does not allow it: the region was deregistered, its key is stale, its access bits "
+    "forbid it, or the span was revoked; ask the peer, and look the region up again",
+    "BOUNDS": "outside its region; nothing moved",
+    "OVERLAP": "two rows write the same destination bytes; nothing moved",
+    "NO_PATH": "no transport of this build reaches that memory; peer.route() says why",
+    "REGION_CLOSED": "the local region is deregistered, or could not be set up",
+    "TIMEOUT": "no progress for stall_timeout",
+    "ABORTED": "aborted because this side closed the peer or the engine",
+    "CANCELLED": "cancelled",
+    "FAULT": "the kernel refused the copy",
+    "PEER_LOST": "the peer is lost: it ended, froze, closed, or a newer engine took its name; connect again",
+    "QUEUE_FULL": "the queue is full; post less at a time from threads, or post on the loop, where posts park",
+    "CLOSED": "the engine is closed",
+    "NO_MEMORY": "not enough memory to post it",
+}
+
+
+async def outlast(transfers: Iterable[Transfer]) -> asyncio.CancelledError | None:
+    """Wait until each has ended, however; a cancellation that comes meanwhile cancels them all and is answered."""
+    todo = list(transfers)
+    cancelled: asyncio.CancelledError | None = None
+    for transfer in todo:
+        while not transfer.done():
+            try:
+                await transfer
+            except HixlError:
+                pass
+            except asyncio.CancelledError as exc:
+                cancelled = cancelled or exc
+                for other in todo:
+                    other.cancel()
+        transfer.exception()  # seen
+    return cancelled
+
+
+async def wait_all(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """Wait until every one has ended and let go of its memory; then raise the one error, or an `ExceptionGroup`.
+
+    Cancelling this cancels them all, waits until they have ended, and goes on.
+    """
+    todo = list(transfers)
+    cancelled = await outlast(todo)
+    if cancelled is not None:
+        raise cancelled
+    for transfer in todo:
+        await transfer.wait_quiesced()
+    errors = list({id(e): e for t in todo if (e := t.exception()) is not None}.values())
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup("several transfers failed", errors)
+    if todo and todo[0].take_turn():
+        await asyncio.sleep(0)
+    return todo
