@@ -32,7 +32,5 @@ class BuildExt(build_ext):
 
 sources = sorted({"_native/_core.pyx", *glob("_native/*.c")} - {"_native/_core.c"})
 depends = sorted([*glob("_native/*.h"), *glob("_native/*.pxd")])
-core = Extension(
-    "aiohixl._core", sources, depends=depends, extra_compile_args=CFLAGS, extra_link_args=LDFLAGS
-)
+core = Extension("aiohixl._core", sources, depends=depends, extra_compile_args=CFLAGS, extra_link_args=LDFLAGS)
 setup(ext_modules=[core], cmdclass={"build_ext": BuildExt})

@@ -14,6 +14,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "copy.h"
 #include "provider.h"
 
 #ifndef MADV_POPULATE_READ
@@ -148,13 +149,15 @@ typedef struct {
 
 static hx_status_t copy_mapped(const hx_op_t *op, hx_rregion_t *r, const hx_group_t *g)
 {
+    bool stream = op->nbytes >= HX_STREAM_FROM;
     populate_ahead(r, g->lo, g->nbytes);
     for (size_t i = 0; i < g->n; i++) {
-        uint8_t *remote = r->base + (uintptr_t)g->remote[i].iov_base;
-        if (op->kind == HX_WRITE)
-            memcpy(remote, g->local[i].iov_base, g->local[i].iov_len);
+        uint8_t *remote = r->base + (uintptr_t)g->remote[i].iov_base, *local = g->local[i].iov_base;
+        uint8_t *to = op->kind == HX_WRITE ? remote : local, *from = op->kind == HX_WRITE ? local : remote;
+        if (stream)
+            hx_copy_stream(to, from, g->local[i].iov_len);
         else
-            memcpy(g->local[i].iov_base, remote, g->local[i].iov_len);
+            memcpy(to, from, g->local[i].iov_len);
     }
     return HX_OK;
 }

@@ -50,9 +50,7 @@ def parse_addresses(text: str) -> list[Address]:
             host, port = parse_host_port(item, "address")
             out.append(Address(None, host, port))
         else:
-            raise ConfigError(
-                f"address: unix:///path or tcp://host:port, several separated by commas, not {item!r}"
-            )
+            raise ConfigError(f"address: unix:///path or tcp://host:port, several separated by commas, not {item!r}")
     return out
 
 

@@ -80,9 +80,7 @@ def _refuse_odd_types(blocks: Sequence[object], what: str) -> None:
     for kind in set(map(type, blocks)):
         if issubclass(kind, bool) or not issubclass(kind, (int, np.integer)):
             i = next(i for i, value in enumerate(blocks) if type(value) is kind)
-            raise RegionError(
-                f"{what}[{i}] is {blocks[i]!r}, a {kind.__name__}: block indices are whole numbers"
-            )
+            raise RegionError(f"{what}[{i}] is {blocks[i]!r}, a {kind.__name__}: block indices are whole numbers")
 
 
 def _out_of_range(what: str, i: int, value: object, nblocks: int) -> RegionError:
@@ -108,9 +106,7 @@ def check_unique(blocks: Int64Array, what: str = "blocks") -> None:
         )
 
 
-def merge(
-    local: Int64Array, remote: Int64Array, nbytes: Int64Array | int
-) -> tuple[Int64Array, Int64Array, Int64Array]:
+def merge(local: Int64Array, remote: Int64Array, nbytes: Int64Array | int) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Join each descriptor that goes on where the previous one ends, on both sides.
 
     The three arrays have one length (``nbytes`` may be one int for all) and

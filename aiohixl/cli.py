@@ -124,9 +124,7 @@ def _rendezvous(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="aiohixl", description="One-sided transfer of KV caches for asyncio."
-    )
+    parser = argparse.ArgumentParser(prog="aiohixl", description="One-sided transfer of KV caches for asyncio.")
     parser.add_argument("--version", action="version", version=f"aiohixl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
@@ -139,9 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
 
     demo = command("demo", _demo, "prefill in one process, decode in another, the same tokens")
-    demo.add_argument(
-        "--synthetic", action="store_true", help="no model: a Llama-2-7B-shaped cache, checksums"
-    )
+    demo.add_argument("--synthetic", action="store_true", help="no model: a Llama-2-7B-shaped cache, checksums")
     demo.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     demo.add_argument(
         "--tokens", type=_count, default=32, metavar="N", help="tokens to generate (default: %(default)s)"
@@ -149,9 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 
     rendezvous = command("rendezvous", _rendezvous, "run the HTTP rendezvous where engines find each other")
     rendezvous.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    rendezvous.add_argument(
-        "--port", type=_port, default=7700, help="port; 0 takes a free one (default: %(default)s)"
-    )
+    rendezvous.add_argument("--port", type=_port, default=7700, help="port; 0 takes a free one (default: %(default)s)")
     secret = rendezvous.add_mutually_exclusive_group()
     secret.add_argument("--token", help="bearer token that engines must show; other users can see it in ps")
     secret.add_argument("--token-file", metavar="FILE", help=f"read it from a file (or set {TOKEN_VARIABLE})")

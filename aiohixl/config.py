@@ -88,9 +88,7 @@ class EngineConfig:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"an engine's name is a string that is not empty, not {self.name!r}")
         if len(self.name.encode("utf-8", "surrogatepass")) > _NAME_BYTES:
-            raise ConfigError(
-                f"an engine's name has at most {_NAME_BYTES} bytes of UTF-8: {self.name[:40]!r}..."
-            )
+            raise ConfigError(f"an engine's name has at most {_NAME_BYTES} bytes of UTF-8: {self.name[:40]!r}...")
         if not self.name.isprintable() or "/" in self.name:
             raise ConfigError(f"an engine's name has printable characters and no '/': {self.name!r}")
         if self.secret is not None and (not isinstance(self.secret, bytes) or not self.secret):
@@ -165,15 +163,8 @@ def _faults(value: object) -> tuple[Fault, ...]:
         raise ConfigError(f"faults: a FaultPlan or an iterable of Fault, not {value!r}")
     faults = tuple(value)
     for fault in faults:
-        if (
-            not isinstance(fault, Fault)
-            or fault.action not in FAULT_ACTIONS
-            or fault.nth < 0
-            or fault.delay < 0
-        ):
-            raise ConfigError(
-                f"faults: not a Fault with an action out of {', '.join(FAULT_ACTIONS)}: {fault!r}"
-            )
+        if not isinstance(fault, Fault) or fault.action not in FAULT_ACTIONS or fault.nth < 0 or fault.delay < 0:
+            raise ConfigError(f"faults: not a Fault with an action out of {', '.join(FAULT_ACTIONS)}: {fault!r}")
     return faults
 
 

@@ -310,9 +310,7 @@ class Engine:
     def _check_loop(self) -> None:
         queue = self._queue_()
         if not queue.on_loop() or asyncio.get_running_loop() is not queue.loop:
-            raise ClosedError(
-                f"{self!r} belongs to another event loop or thread; only posts may come from elsewhere"
-            )
+            raise ClosedError(f"{self!r} belongs to another event loop or thread; only posts may come from elsewhere")
 
     def _native(self) -> _core.Engine:
         assert self._core is not None
@@ -408,9 +406,7 @@ class Engine:
             self._announce(region, name)
         return regions
 
-    def register_kv(
-        self, layers: Any, name: str = "kv", *, block_axis: int = 0, access: str = "rw"
-    ) -> KVCache:
+    def register_kv(self, layers: Any, name: str = "kv", *, block_axis: int = 0, access: str = "rw") -> KVCache:
         """Register a paged KV cache: for each layer one tensor, a (k, v) pair, or a mapping of parts; see `KVLayout.from_layers`.
 
         Peers see it under `name` with its layout. Raises `ConfigError` or `RegionError` that names the layer.
@@ -438,9 +434,7 @@ class Engine:
         self._named[name] = cache
         return cache
 
-    def _register(
-        self, info: BufferInfo, owner: Any, name: str, access: str, *, strided: bool = False
-    ) -> Region:
+    def _register(self, info: BufferInfo, owner: Any, name: str, access: str, *, strided: bool = False) -> Region:
         self._check_name(name)
         if strided:
             _check_access(info, name, access)
@@ -466,9 +460,7 @@ class Engine:
         if access not in ACCESS:
             raise ConfigError(f"access: one of {', '.join(ACCESS)}, not {access!r}")
         try:
-            region = Region(
-                self, self._native(), name=name, access=access, ready=ready, nbytes=nbytes, **native
-            )
+            region = Region(self, self._native(), name=name, access=access, ready=ready, nbytes=nbytes, **native)
         except _core.StatusError as exc:
             status = self._queue_().statuses[exc.status]
             detail = f": {os.strerror(exc.sys_errno)}" if status == "SYSTEM" else ""
@@ -480,9 +472,7 @@ class Engine:
         if not isinstance(name, str) or (required and not name):
             raise ConfigError(f"a name is a string that is not empty, not {name!r}")
         if len(name.encode("utf-8", "surrogatepass")) > _core.NAME_MAX or "\0" in name:
-            raise ConfigError(
-                f"a name has at most {_core.NAME_MAX} bytes of UTF-8 without NUL: {name[:40]!r}..."
-            )
+            raise ConfigError(f"a name has at most {_core.NAME_MAX} bytes of UTF-8 without NUL: {name[:40]!r}...")
         if name in self._named:
             raise RegionError(f"{name!r} is registered already: {self._named[name]!r}; deregister it first")
 
@@ -533,9 +523,7 @@ class Engine:
                 return task.result()
             task = None
         if task is None:
-            task = self._queue_().loop.create_task(
-                self._connect(target, timeout), name=f"aiohixl connect {target}"
-            )
+            task = self._queue_().loop.create_task(self._connect(target, timeout), name=f"aiohixl connect {target}")
             task.add_done_callback(lambda t: None if t.cancelled() else t.exception())
             self._by_address[target] = task
             self._awaiting[target] = 0
@@ -856,6 +844,4 @@ def _after_fork_in_child() -> None:
             engine._socket.forget()
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -61,8 +61,7 @@ class Part:
             raise ConfigError(f"block_shape: {len(self.block_shape)} axes, at most {MAX_DIMS - 1} can be")
         if len(self.block_strides) != len(self.block_shape):
             raise ConfigError(
-                f"block_strides: {len(self.block_strides)} strides for a block shape of "
-                f"{len(self.block_shape)} axes"
+                f"block_strides: {len(self.block_strides)} strides for a block shape of {len(self.block_shape)} axes"
             )
         if not 0 <= self.block_axis <= len(self.block_shape):
             raise ConfigError(f"block_axis: {self.block_axis} is not between 0 and {len(self.block_shape)}")

@@ -60,9 +60,7 @@ class KVLayout:
                 continue
             checked.add(id(layer))
             if not 1 <= len(layer) <= MAX_PARTS or len(dict(layer)) != len(layer):
-                raise ConfigError(
-                    f"layers: {self._label(i)} needs 1 to {MAX_PARTS} parts, each with its own name"
-                )
+                raise ConfigError(f"layers: {self._label(i)} needs 1 to {MAX_PARTS} parts, each with its own name")
             for name, part in layer:
                 if not _PART_NAME.fullmatch(name):
                     raise ConfigError(f"layers: {self._label(i)} has a part with the name {name[:80]!r}")
@@ -92,9 +90,7 @@ class KVLayout:
         if isinstance(layers, Mapping):
             for name in layers:
                 if not isinstance(name, str):
-                    raise ConfigError(
-                        f"layers: the name {name!r} of a layer is a {type(name).__name__}, not a str"
-                    )
+                    raise ConfigError(f"layers: the name {name!r} of a layer is a {type(name).__name__}, not a str")
             names, entries = tuple(layers), list(layers.values())
         elif isinstance(layers, (list, tuple)):
             entries = list(layers)
@@ -298,9 +294,7 @@ def _named_parts(entry: Any, label: str) -> Iterable[tuple[str, Any]]:
     if isinstance(entry, Mapping):
         for name in entry:
             if not isinstance(name, str):
-                raise ConfigError(
-                    f"layers: {label} has a part named {name!r}, a {type(name).__name__}: use a str"
-                )
+                raise ConfigError(f"layers: {label} has a part named {name!r}, a {type(name).__name__}: use a str")
         return entry.items()
     if isinstance(entry, (list, tuple)):
         if len(entry) != 2:

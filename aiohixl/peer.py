@@ -104,15 +104,11 @@ class Peer:
 
     async def region(self, name: str, *, wait: float = 10.0) -> RemoteRegion:
         """The region of that name; waits up to `wait` seconds for one that is not announced yet (`RegionError` then)."""
-        return await self._announced(
-            lambda: self.regions.get(name), name, "region", wait, lambda: list(self.regions)
-        )
+        return await self._announced(lambda: self.regions.get(name), name, "region", wait, lambda: list(self.regions))
 
     async def kv(self, name: str = "kv", *, wait: float = 10.0) -> RemoteKV:
         """The KV cache of that name; waits for it as `region` does."""
-        return await self._announced(
-            lambda: self._kv.get(name), name, "KV cache", wait, lambda: list(self._kv)
-        )
+        return await self._announced(lambda: self._kv.get(name), name, "KV cache", wait, lambda: list(self._kv))
 
     async def _announced(
         self, find: Callable[[], Any], name: str, what: str, wait: float, known: Callable[[], list[str]]
@@ -178,9 +174,7 @@ class Peer:
         self._lost = make_error(status, f"peer {self.name!r} is lost: {text}; connect again")
         parked, self._parked = self._parked, deque()
         for entry in parked:
-            entry.transfer.fail(
-                make_error(status, f"{self.describe(entry.transfer)}: the peer is lost: {text}")
-            )
+            entry.transfer.fail(make_error(status, f"{self.describe(entry.transfer)}: the peer is lost: {text}"))
         self._tell()
         self._make_space()
 
@@ -231,17 +225,13 @@ class Peer:
             region.check_quarantine(lo, nbytes)
         if note is not None or self._parked:
             los, ros = np.array([lo], np.int64), np.array([ro], np.int64)
-            return self._post(
-                kind, [(region, target.handle, target.rkey, los, ros, nbytes)], nbytes, note, topic
-            )
+            return self._post(kind, [(region, target.handle, target.rkey, los, ros, nbytes)], nbytes, note, topic)
         queue = self._queue
         transfer = Transfer(self, queue, kind, nbytes, region)
         token = transfer.token
         queue.sinks[token] = transfer
         try:
-            handle = self._endpoint.post_one(
-                KINDS[kind], token, region, lo, target.handle, target.rkey, ro, nbytes
-            )
+            handle = self._endpoint.post_one(KINDS[kind], token, region, lo, target.handle, target.rkey, ro, nbytes)
         except _core.StatusError as exc:
             los, ros = np.array([lo], np.int64), np.array([ro], np.int64)
             segment = (region, target.handle, target.rkey, los, ros, nbytes)
@@ -430,9 +420,7 @@ class Peer:
             raise ConfigError(f"topic: at most {_core.TOPIC_MAX} bytes of UTF-8, not {len(topic_bytes)}")
         for region, _, _, lo, _, n in segments:
             if region._quarantine:
-                for off, size in zip(
-                    lo.tolist(), [n] * len(lo) if isinstance(n, int) else n.tolist(), strict=True
-                ):
+                for off, size in zip(lo.tolist(), [n] * len(lo) if isinstance(n, int) else n.tolist(), strict=True):
                     region.check_quarantine(off, size)
         transfer = Transfer(self, self._queue, kind, nbytes, segments)
         entry = _Parked(transfer, segments, epoch, payload, topic_bytes, aborted)
@@ -513,9 +501,7 @@ class Peer:
         for entry in self._parked:
             if entry.transfer is transfer:
                 self._parked.remove(entry)
-                transfer.fail(
-                    TransferAbortedError(f"{self.describe(transfer)}: cancelled before it was posted")
-                )
+                transfer.fail(TransferAbortedError(f"{self.describe(transfer)}: cancelled before it was posted"))
                 if entry.note is not None and self._lost is None:
                     self._post("note", [], 0, entry.note, entry.topic.decode(), aborted=True).detach()
                 return True
@@ -568,9 +554,7 @@ class Peer:
         here = local.target if isinstance(local, Span) else local
         there = remote.target if isinstance(remote, Span) else remote
         if not isinstance(here, Region) or not isinstance(there, RemoteRegion):
-            raise RegionError(
-                f"route takes a region of this engine and one of the peer, not {local!r} and {remote!r}"
-            )
+            raise RegionError(f"route takes a region of this engine and one of the peer, not {local!r} and {remote!r}")
         provider, reason = self._endpoint.route(here, there.handle)
         if provider is None:
             raise RegionError(f"no path between {here!r} and {there!r}: {reason}")
@@ -608,9 +592,7 @@ def _note_bytes(note: object) -> bytes:
         raise ConfigError(f"note: bytes, not {type(note).__name__}")
     payload = bytes(note)
     if len(payload) > _core.NOTE_MAX:
-        raise ConfigError(
-            f"note: at most {_core.NOTE_MAX} bytes, not {len(payload)}; put the rest into a region"
-        )
+        raise ConfigError(f"note: at most {_core.NOTE_MAX} bytes, not {len(payload)}; put the rest into a region")
     return payload
 
 

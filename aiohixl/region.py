@@ -76,14 +76,10 @@ class Region(_core.Region):
     Awaiting it waits until it is usable and gives it back; a transfer that uses it waits by itself.
     """
 
-    def __new__(
-        cls, host: Host, core: _core.Engine, *, name: str, access: str, ready: bool, **native: Any
-    ) -> Region:
+    def __new__(cls, host: Host, core: _core.Engine, *, name: str, access: str, ready: bool, **native: Any) -> Region:
         return super().__new__(cls, core, access=ACCESS[access], **native)
 
-    def __init__(
-        self, host: Host, core: _core.Engine, *, name: str, access: str, ready: bool, **native: Any
-    ) -> None:
+    def __init__(self, host: Host, core: _core.Engine, *, name: str, access: str, ready: bool, **native: Any) -> None:
         self.name = name
         self.access = access
         self._host = host

@@ -73,9 +73,7 @@ class FaultPlan:
 
 
 @asynccontextmanager
-async def engine_pair(
-    faults: FaultPlan | None = None, **options: Any
-) -> AsyncIterator[tuple[Engine, Engine, Peer]]:
+async def engine_pair(faults: FaultPlan | None = None, **options: Any) -> AsyncIterator[tuple[Engine, Engine, Peer]]:
     """Two engines in this process, and the first one's peer for the second. `faults` are the first one's."""
     async with (
         Engine("first", faults=faults or (), **options) as first,

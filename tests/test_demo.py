@@ -176,6 +176,13 @@ def test_checksums_follow_the_logical_order() -> None:
     assert target.checksums(there[::-1]) != target.checksums(there)
 
 
+def test_blank_blocks_are_no_copy() -> None:
+    source, here, target, there = copied()
+    target.blank(there)
+    assert not set(source.checksums(here)) & set(target.checksums(there))
+    assert target.written_outside([]) == []
+
+
 @pytest.mark.parametrize("half", [0, 1])
 def test_one_wrong_bit_changes_one_checksum(half: int) -> None:
     source, here, target, there = copied()
@@ -321,6 +328,7 @@ def results() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         "noted_at": 11.75,
         "first_token_at": 12.0,
         "checksums": ["x", "y"],
+        "checksums_again": ["x", "y"],
         "written_outside": [],
     }
     return expected, prefill, decode
@@ -350,6 +358,7 @@ def test_a_good_run() -> None:
         ({"logits": packed(1, float("nan"))}, "not comparable"),
         ({"logits": packed(1, 2, 3)}, "not comparable"),
         ({"checksums": ["x", "z"]}, r"checksums differ in layers \[1\]"),
+        ({"checksums_again": ["z", "y"]}, r"checksums differ in layers \[0\]"),
         ({"written_outside": [3]}, r"written to: \[3\]"),
     ],
 )

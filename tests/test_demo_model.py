@@ -37,6 +37,8 @@ def test_a_block_that_was_not_asked_for_is_seen() -> None:
     pages.layers[1][0][2, 3, 0, 1] = 0.0
     assert pages.written_outside([0, 1]) == [2]
     assert pages.written_outside([2]) == []
+    pages.blank([2, 3])
+    assert pages.written_outside([]) == []
 
 
 def test_the_pages_are_the_buffer() -> None:
@@ -84,9 +86,7 @@ def expected(lm: Any, tokens: list[int]) -> Any:
     return generate.decode(lm, generate.prefill(lm, tokens), tokens[-1], 12, frozenset())
 
 
-def copy_blocks(
-    layer: int, source: PagedCache, here: list[int], target: PagedCache, there: list[int]
-) -> None:
+def copy_blocks(layer: int, source: PagedCache, here: list[int], target: PagedCache, there: list[int]) -> None:
     """What the transfer does, by hand."""
     for mine, theirs in zip(source.layers[layer], target.layers[layer], strict=True):
         theirs[there] = mine[here]

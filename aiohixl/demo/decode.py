@@ -60,6 +60,7 @@ async def main(child: Child) -> None:
         answer = await asyncio.to_thread(continue_from_note)
         child.say(f"{len(answer.tokens)} tokens decoded")
         sums = await asyncio.to_thread(pages.checksums, blocks)
+        await asyncio.to_thread(pages.blank, blocks)
         await ask_again(engine, prefill)
         child.send(
             "result",
@@ -71,6 +72,7 @@ async def main(child: Child) -> None:
             noted_at=noted_at,
             first_token_at=answer.first_token_at,
             checksums=sums,
+            checksums_again=await asyncio.to_thread(pages.checksums, blocks),
             written_outside=pages.written_outside(blocks),
         )
 

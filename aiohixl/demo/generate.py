@@ -30,9 +30,7 @@ class Generation:
     first_token_at: float
 
 
-def prefill(
-    model: Any, tokens: Sequence[int], on_layer: Callable[[int, Any, Any], None] | None = None
-) -> Any:
+def prefill(model: Any, tokens: Sequence[int], on_layer: Callable[[int, Any, Any], None] | None = None) -> Any:
     """Run all ``tokens`` but the last; returns the cache.
 
     ``on_layer(layer, keys, values)`` is called from this thread as soon as a
@@ -87,9 +85,7 @@ def one_forward(model: Any, tokens: Sequence[int]) -> tuple[Any, float]:
     """
     cache: Any = DynamicCache(config=model.config)
     with torch.inference_mode():
-        step: Any = model(
-            input_ids=torch.tensor([list(tokens)]), cache=cache, use_cache=True, logits_to_keep=1
-        )
+        step: Any = model(input_ids=torch.tensor([list(tokens)]), cache=cache, use_cache=True, logits_to_keep=1)
         logits = step.logits[0, -1]
         int(logits.argmax())
     return logits, time.monotonic()

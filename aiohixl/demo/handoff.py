@@ -74,9 +74,7 @@ async def stream_layers(
     return meter.summary()
 
 
-async def send_again(
-    engine: Any, peer: Any, cache: Any, blocks: Sequence[int], remote_blocks: Sequence[int]
-) -> float:
+async def send_again(engine: Any, peer: Any, cache: Any, blocks: Sequence[int], remote_blocks: Sequence[int]) -> float:
     """Wait for `ask_again`, write the same blocks in one transfer; its seconds, with no model at work.
 
     While a model computes it has all the cores, and the copy waits for its share of them.

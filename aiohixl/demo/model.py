@@ -153,9 +153,7 @@ def load_model(folder: Path, threads: int) -> Any:
 
     torch.set_num_threads(threads)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="sdpa")
     except Exception as exc:
         raise RuntimeError(f"cannot load the converted model; delete {folder} to have it made again") from exc
     return model.eval()

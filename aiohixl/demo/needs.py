@@ -36,9 +36,7 @@ def _version(distribution: str) -> tuple[int, ...]:
     return tuple(digits)
 
 
-def missing(
-    modules: Iterable[str] = tuple(PACKAGES), is_installed: Callable[[str], bool] = _is_installed
-) -> list[str]:
+def missing(modules: Iterable[str] = tuple(PACKAGES), is_installed: Callable[[str], bool] = _is_installed) -> list[str]:
     """Names of the distributions that are absent or too old, for people to read."""
     wanted = []
     for module in modules:

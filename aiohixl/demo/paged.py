@@ -77,12 +77,14 @@ class PagedCache:
         )
         return keys, values
 
+    def blank(self, blocks: Sequence[int]) -> None:
+        """As if nothing had ever arrived in ``blocks``."""
+        self._all[:, :, list(blocks)] = float("nan")
+
     def checksums(self, blocks: Sequence[int]) -> list[str]:
         """SHA-256 per layer over keys, then values, in the order of ``blocks``."""
         index = torch.tensor(blocks, dtype=torch.long)
-        return [
-            hashlib.sha256(pair.index_select(1, index).numpy().tobytes()).hexdigest() for pair in self._all
-        ]
+        return [hashlib.sha256(pair.index_select(1, index).numpy().tobytes()).hexdigest() for pair in self._all]
 
     def written_outside(self, blocks: Sequence[int]) -> list[int]:
         """Block numbers beyond ``blocks`` that anything was written to, in any layer."""

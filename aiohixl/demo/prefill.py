@@ -22,9 +22,7 @@ from aiohixl.demo.handoff import (
 __all__ = ["main", "paged_prefill"]
 
 
-def paged_prefill(
-    lm: Any, tokens: list[int], pages: Any, blocks: list[int], post: Callable[[int], None]
-) -> None:
+def paged_prefill(lm: Any, tokens: list[int], pages: Any, blocks: list[int], post: Callable[[int], None]) -> None:
     """Prefill that puts each layer into ``pages`` and calls ``post(layer)`` as soon as it is computed."""
     from aiohixl.demo import generate
 

@@ -33,9 +33,7 @@ def solve(child: Child) -> dict[str, Any]:
     started = time.monotonic()
     plain_logits, first_at = generate.one_forward(lm, tokens)
     cache = generate.prefill(lm, tokens)
-    answer = generate.decode(
-        lm, cache, tokens[-1], child.config["tokens"], frozenset([tokenizer.eos_token_id])
-    )
+    answer = generate.decode(lm, cache, tokens[-1], child.config["tokens"], frozenset([tokenizer.eos_token_id]))
     child.say(f"first token after {first_at - started:.2f} s, {len(answer.tokens)} tokens in all")
     return {
         "prompt": tokens,

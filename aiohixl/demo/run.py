@@ -136,9 +136,7 @@ async def _split(
     await asyncio.gather(prefill.expect("ready", LOAD_TIMEOUT), decode.expect("ready", LOAD_TIMEOUT))
     decode.go()
     # gather, not a group: the first to fail is the one worth hearing about.
-    results = await asyncio.gather(
-        prefill.expect("result", RUN_TIMEOUT), decode.expect("result", RUN_TIMEOUT)
-    )
+    results = await asyncio.gather(prefill.expect("result", RUN_TIMEOUT), decode.expect("result", RUN_TIMEOUT))
     return results[0], results[1]
 
 

@@ -80,9 +80,11 @@ class Pages:
         random = np.random.default_rng([2023, layer])
         words = self.bytes.shape[-1] // 8
         for half in self.bytes[layer]:
-            half.view(np.uint64)[list(blocks)] = random.integers(
-                0, 1 << 64, (len(blocks), words), dtype=np.uint64
-            )
+            half.view(np.uint64)[list(blocks)] = random.integers(0, 1 << 64, (len(blocks), words), dtype=np.uint64)
+
+    def blank(self, blocks: Sequence[int]) -> None:
+        """As if nothing had ever arrived in ``blocks``."""
+        self.bytes[:, :, list(blocks)] = BLANK
 
     def checksum(self, layer: int, blocks: Sequence[int]) -> str:
         """SHA-256 over the layer's keys, then its values, in the order of ``blocks``."""
@@ -148,10 +150,12 @@ async def decode(child: Child, shape: Shape = LLAMA_2_7B) -> None:
         noted_at = time.monotonic()
         child.say("note received, checking")
         sums = await asyncio.to_thread(pages.checksums, blocks)
+        await asyncio.to_thread(pages.blank, blocks)
         await ask_again(engine, peer)
         child.send(
             "result",
             checksums=sums,
+            checksums_again=await asyncio.to_thread(pages.checksums, blocks),
             asked_at=asked_at,
             noted_at=noted_at,
             written_outside=pages.written_outside(blocks),

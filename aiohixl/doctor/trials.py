@@ -104,9 +104,7 @@ def sibling_write(timeout: float = 10.0) -> Trial:
     """process_vm_writev from one child process into another. Takes about 0.1 s."""
     python = [sys.executable, "-I", "-S", "-c"]
     try:
-        with subprocess.Popen(
-            [*python, _TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as target:
+        with subprocess.Popen([*python, _TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as target:
             assert target.stdout is not None
             try:
                 addr = target.stdout.readline().strip()

@@ -78,9 +78,7 @@ def setup(
 def check_token(token: str | None) -> None:
     """None, or something that fits into an Authorization header as it is; else `ConfigError`."""
     if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
-        raise ConfigError(
-            "the token must be printable ASCII without spaces and not empty; None means no token"
-        )
+        raise ConfigError("the token must be printable ASCII without spaces and not empty; None means no token")
 
 
 class _Rendezvous:
@@ -273,9 +271,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
                 if len(body) > MAX_BODY:
                     raise refuse(413, "too_large", f"the body may have {MAX_BODY} bytes", field="body")
     except TimeoutError as exc:
-        raise refuse(
-            408, "too_slow", f"the body did not come within {_BODY_PATIENCE:g} s", field="body"
-        ) from exc
+        raise refuse(408, "too_slow", f"the body did not come within {_BODY_PATIENCE:g} s", field="body") from exc
     except (web.RequestPayloadError, HttpProcessingError) as exc:
         raise refuse(400, "bad_body", "the body's transfer encoding is broken", field="body") from exc
     return load_message(bytes(body))

@@ -88,9 +88,7 @@ class HttpClient:
         if last_id:
             headers["Last-Event-ID"] = last_id
         try:
-            response = await self._open().get(
-                self.url + path, timeout=limits, allow_redirects=False, headers=headers
-            )
+            response = await self._open().get(self.url + path, timeout=limits, allow_redirects=False, headers=headers)
             if response.status == 200 and response.content_type == "text/event-stream":
                 return EventStream(self, what, response)
             async with response:
@@ -147,8 +145,7 @@ class HttpClient:
         if isinstance(exc, TimeoutError):
             reason = f"no answer within {patience:g} s"
         return RendezvousError(
-            f"{what}: cannot reach the rendezvous at {self.url}: {reason}; "
-            "is it running, and reachable from here?"
+            f"{what}: cannot reach the rendezvous at {self.url}: {reason}; is it running, and reachable from here?"
         )
 
 
@@ -186,9 +183,7 @@ def _redact(exc: BaseException) -> None:
         info = exc.request_info
         headers = info.headers.copy()
         headers.popall(hdrs.AUTHORIZATION, None)
-        exc.request_info = aiohttp.RequestInfo(
-            info.url, info.method, type(info.headers)(headers), info.real_url
-        )
+        exc.request_info = aiohttp.RequestInfo(info.url, info.method, type(info.headers)(headers), info.real_url)
         exc.args = (exc.request_info, *exc.args[1:])
 
 

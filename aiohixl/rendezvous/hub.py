@@ -129,9 +129,7 @@ class Hub:
         if self.closing:
             raise self.stopping()
         if self._npolls + len(self._watchers) >= MAX_WAITING:
-            raise refuse(
-                503, "full", f"{MAX_WAITING} requests are waiting, which is the limit; try again later"
-            )
+            raise refuse(503, "full", f"{MAX_WAITING} requests are waiting, which is the limit; try again later")
 
     def _publish(self, event: WatchEvent) -> None:
         self._sequence += 1

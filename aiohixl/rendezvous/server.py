@@ -54,9 +54,7 @@ async def serving(
     if not host:
         raise ConfigError("the rendezvous needs a host to listen on; '0.0.0.0' or '::' means every interface")
     if isinstance(port, bool) or not 0 <= port <= 65535:
-        raise ConfigError(
-            f"the rendezvous cannot listen on port {port}; give 0 to 65535 (0 takes a free one)"
-        )
+        raise ConfigError(f"the rendezvous cannot listen on port {port}; give 0 to 65535 (0 takes a free one)")
     runner = web.AppRunner(
         create_app(token, store=store), access_log=None, handler_cancellation=True, shutdown_timeout=_GRACE
     )

@@ -161,8 +161,7 @@ class MemoryStore:
             raise refuse(
                 404,
                 "not_joined",
-                f"cannot {verb} {name!r}: it is not joined (its lease ended, or this server was restarted); "
-                "join again",
+                f"cannot {verb} {name!r}: it is not joined (its lease ended, or this server was restarted); join again",
                 field="name",
             )
         if lease.request.incarnation != incarnation:
