@@ -57,8 +57,8 @@ def parse_addresses(text: str) -> list[Address]:
 class SocketFile:
     """A name for a unix socket in a directory that is this user's only.
 
-    A lock file beside it is held while the engine lives, so that whoever comes later can tell what a killed process left
-    behind, and removes it.
+    A lock file beside it is held while the engine lives, so that whoever comes later can tell what a killed process
+    left behind, and removes it.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def _sweep(directory: Path) -> None:
         except OSError:
             continue  # its engine lives
         else:
-            # Between open and flock its owner may have created it just now and not locked it yet: leave young ones alone.
+            # Its owner may have created it just now and not locked it yet: leave young ones alone.
             if os.fstat(fd).st_mtime < time.time() - _YOUNG:
                 lock.with_suffix(".sock").unlink(missing_ok=True)
                 lock.unlink(missing_ok=True)

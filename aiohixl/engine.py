@@ -116,8 +116,10 @@ class Engine:
         await self.close()
 
     async def start(self) -> Self:
-        """What ``async with`` does on entry: listen, and join the rendezvous. Raises `ConfigError` (the address cannot be
-        listened on) or `RendezvousError`; the engine is closed then."""
+        """What ``async with`` does on entry: listen, and join the rendezvous.
+
+        Raises `ConfigError` (the address cannot be listened on) or `RendezvousError`; the engine is closed then.
+        """
         if self._core is not None or self._closed:
             raise ClosedError(f"{self!r} was started before; make a new Engine")
         loop = asyncio.get_running_loop()
@@ -203,10 +205,10 @@ class Engine:
                     if any(p.name == record.name and p.epoch < record.epoch for p in self._peers.values()):
                         self._native().supersede(record.name.encode(), record.epoch)
 
-    async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - how long to be patient, not a limit on the call
-        """Leave the rendezvous, wait up to `timeout` seconds for transfers in flight, abort the rest, join the native threads.
+    async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - patience, not a limit on the call
+        """Leave the rendezvous, wait up to `timeout` seconds for transfers in flight, abort the rest.
 
-        Always ends closed, also when cancelled. Idempotent; concurrent closers share the one close.
+        Joins the native threads. Always ends closed, also when cancelled. Idempotent; concurrent closers share the one close.
         """
         if self._forked:
             raise ClosedError(f"{self!r} belongs to the parent of this process")
@@ -249,8 +251,10 @@ class Engine:
         self._finish_close()
 
     def abort(self) -> None:
-        """Close at once, without patience: transfers in flight fail with `TransferAbortedError`. Joins the native threads, which
-        may take `cancel_grace` where a peer is copying out of our memory. Idempotent."""
+        """Close at once, without patience: transfers in flight fail with `TransferAbortedError`.
+
+        Joins the native threads, which may take `cancel_grace` where a peer is copying out of our memory. Idempotent.
+        """
         if self._forked:
             raise ClosedError(f"{self!r} belongs to the parent of this process")
         if self._core is None or self._closed:
@@ -369,8 +373,9 @@ class Engine:
     def allocate(self, nbytes: int, name: str = "", *, access: str = "rw") -> Region:
         """Page-aligned memory that peers on this host can map: the fast path on both ends.
 
-        At once; pages are filled in a native thread, and awaiting the region waits for that. With a `name`, peers can see it
-        and do what `access` (``r``, ``w``, ``rw``) says, until `deregister`. Raises `RegionError` where memory is short.
+        At once; pages are filled in a native thread, and awaiting the region waits for that. With a `name`, peers can
+        see it and do what `access` (``r``, ``w``, ``rw``) says, until `deregister`. Raises `RegionError` where memory
+        is short.
         """
         self.check()
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
@@ -384,10 +389,11 @@ class Engine:
         return region
 
     def register(self, buffer: Any, name: str = "", *, access: str = "rw") -> Region:
-        """Register memory that exists: anything with the buffer protocol, numpy and torch CPU tensors, DLPack. No copy; contiguous.
+        """Register memory that exists: anything with the buffer protocol, numpy and torch CPU tensors, DLPack.
 
-        The object is kept until `deregister`. Memory inside an `allocate`d region is recognised and stays as fast. Raises
-        `RegionError` for memory that no transport here reaches, and for read-only buffers unless ``access="r"``.
+        No copy; contiguous. The object is kept until `deregister`. Memory inside an `allocate`d region is recognised
+        and stays as fast. Raises `RegionError` for memory that no transport here reaches, and for read-only buffers
+        unless ``access="r"``.
         """
         self.check()
         region = self._register(inspect_buffer(buffer), buffer, name, access)
@@ -407,9 +413,10 @@ class Engine:
         return regions
 
     def register_kv(self, layers: Any, name: str = "kv", *, block_axis: int = 0, access: str = "rw") -> KVCache:
-        """Register a paged KV cache: for each layer one tensor, a (k, v) pair, or a mapping of parts; see `KVLayout.from_layers`.
+        """Register a paged KV cache: for each layer one tensor, a (k, v) pair, or a mapping of parts.
 
-        Peers see it under `name` with its layout. Raises `ConfigError` or `RegionError` that names the layer.
+        See `KVLayout.from_layers`. Peers see it under `name` with its layout. Raises `ConfigError` or `RegionError`
+        that names the layer.
         """
         self.check()
         self._check_name(name, required=True)
@@ -510,9 +517,9 @@ class Engine:
     async def connect(self, target: str, *, timeout: float = 30.0) -> Peer:  # noqa: ASYNC109 - bounds retries, told in the error
         """The peer of that name (from the rendezvous) or address (its `Engine.address`).
 
-        Waits for a name that has not joined yet. Concurrent calls for one target share one connection; a peer that is connected
-        is answered at once. Raises `PeerUnreachableError`, `PeerMismatchError` (protocol, secret, incarnation) or
-        `RendezvousError`. Cancelling this ends the attempt if nobody else waits for it.
+        Waits for a name that has not joined yet. Concurrent calls for one target share one connection; a peer that is
+        connected is answered at once. Raises `PeerUnreachableError`, `PeerMismatchError` (protocol, secret,
+        incarnation) or `RendezvousError`. Cancelling this ends the attempt if nobody else waits for it.
         """
         self.check()
         if not isinstance(target, str) or not target:
@@ -652,7 +659,7 @@ class Engine:
         }
 
     def _note_taken(self, note: Note) -> None:
-        """Credits go back in batches, or when nothing more is waiting: a command to the native side each would cost more."""
+        """Credits go back in batches, or when nothing more is waiting: a command each would cost more."""
         peer: Peer = note.peer
         self._credits[peer] = self._credits.get(peer, 0) + 1
         if self._closed:
@@ -761,8 +768,8 @@ def _check_access(info: BufferInfo, name: str, access: str) -> None:
 def _check_registrable(info: BufferInfo, name: str, access: str) -> None:
     if not info.contiguous:
         raise RegionError(
-            f"{name!r} is not contiguous (shape {info.shape}, strides {info.strides} bytes): register the whole of its memory, "
-            "or use register_kv, which takes strides"
+            f"{name!r} is not contiguous (shape {info.shape}, strides {info.strides} bytes): register the whole of its "
+            "memory, or use register_kv, which takes strides"
         )
     _check_access(info, name, access)
 

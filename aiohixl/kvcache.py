@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A registered paged KV cache, here (`KVCache`) and at a peer (`RemoteKV`): a layout and a region for each of its parts."""
+"""A registered paged KV cache, here (`KVCache`) and at a peer (`RemoteKV`): a layout, and a region for each part."""
 
 from __future__ import annotations
 
@@ -95,9 +95,10 @@ class RemoteKV:
         self._agreed: set[KVLayout] = set()
         for layer, part in layout.slots():
             region = regions[layout.slot(layer, part)]
-            if layout.part(layer, part).extent > region.nbytes:
+            extent = layout.part(layer, part).extent
+            if extent > region.nbytes:
                 raise PeerMismatchError(
-                    f"KV cache {name!r} of {peer_name!r}: layer {layer} {part!r} needs {layout.part(layer, part).extent} bytes, "
+                    f"KV cache {name!r} of {peer_name!r}: layer {layer} {part!r} needs {extent} bytes, "
                     f"its region has {region.nbytes}"
                 )
 

@@ -60,8 +60,11 @@ class _Parked(NamedTuple):
 
 
 class Peer:
-    """A connected engine. `write`, `read` and what is built on them may be called from any thread; all else belongs to the
-    loop. Every post raises `PeerLostError` once the peer is lost; connect again then."""
+    """A connected engine.
+
+    `write`, `read` and what is built on them may be called from any thread; all else belongs to the loop. Every post
+    raises `PeerLostError` once the peer is lost; connect again then.
+    """
 
     def __init__(self, host: Host, endpoint: _core.Endpoint) -> None:
         self._host = host
@@ -103,7 +106,7 @@ class Peer:
         return dict(self._kv)
 
     async def region(self, name: str, *, wait: float = 10.0) -> RemoteRegion:
-        """The region of that name; waits up to `wait` seconds for one that is not announced yet (`RegionError` then)."""
+        """The region of that name; waits up to `wait` seconds for its announcement (`RegionError` then)."""
         return await self._announced(lambda: self.regions.get(name), name, "region", wait, lambda: list(self.regions))
 
     async def kv(self, name: str = "kv", *, wait: float = 10.0) -> RemoteKV:
@@ -188,11 +191,12 @@ class Peer:
         note: bytes | None = None,
         topic: str = "",
     ) -> Transfer:
-        """Put the bytes of `local` into `remote` (equal lengths). Posted at once; await it to know that they are visible there.
+        """Put the bytes of `local` into `remote` (equal lengths).
 
-        A `note` is delivered to the peer after them. Raises `RegionError` (wrong spans; nothing was posted); the transfer
-        fails with `RemoteAccessError` when the owner does not allow it, `PeerLostError`, `TransferTimeoutError`. Cancelling
-        the last await recalls it; the peer may then have any part of the bytes, and gets the note with ``aborted=True``.
+        Posted at once; await it to know that they are visible there. A `note` is delivered to the peer after them.
+        Raises `RegionError` (wrong spans; nothing was posted); the transfer fails with `RemoteAccessError` when the
+        owner does not allow it, `PeerLostError`, `TransferTimeoutError`. Cancelling the last await recalls it; the peer
+        may then have any part of the bytes, and gets the note with ``aborted=True``.
         """
         return self._one("write", local, remote, note, topic)
 
@@ -215,7 +219,8 @@ class Peer:
             target, ro, there = remote, 0, remote.nbytes
         if not isinstance(region, Region) or type(target) is not RemoteRegion:
             raise RegionError(
-                f"{kind} takes a region or span of this engine first and one of the peer second, not {local!r} and {remote!r}"
+                f"{kind} takes a region or span of this engine first and one of the peer second, "
+                f"not {local!r} and {remote!r}"
             )
         if nbytes != there:
             raise RegionError(
@@ -258,8 +263,8 @@ class Peer:
     ) -> Transfer:
         """One transfer of many rows: ``nbytes`` (one for all, or one each) from each local offset to each remote one.
 
-        Rows must not write the same bytes twice. A row out of bounds is a `RegionError` that names its index, before a byte
-        moves; an overlap is found in a native thread and fails the transfer before a byte moves.
+        Rows must not write the same bytes twice. A row out of bounds is a `RegionError` that names its index, before a
+        byte moves; an overlap is found in a native thread and fails the transfer before a byte moves.
         """
         return self._many("write", local, local_offsets, remote, remote_offsets, nbytes, note, topic)
 
@@ -312,10 +317,11 @@ class Peer:
         note: bytes | None = None,
         topic: str = "",
     ) -> Transfer:
-        """Put `blocks` of our cache into `remote_blocks` of the peer's (default: its cache of the same name), all layers.
+        """Put `blocks` of our cache into `remote_blocks` of the peer's (default: its cache of that name), all layers.
 
-        Blocks are indices, lists or integer arrays of equal length, the remote ones without repetition. Raises `RegionError`
-        (an index past the end, unequal lengths), `PeerMismatchError` (layouts that differ, by field). Otherwise as `write`.
+        Blocks are indices, lists or integer arrays of equal length, the remote ones without repetition. Raises
+        `RegionError` (an index past the end, unequal lengths), `PeerMismatchError` (layouts that differ, by field).
+        Otherwise as `write`.
         """
         return self._kv_transfer("write", cache, blocks, remote_blocks, remote, layers, note, topic)
 
@@ -359,10 +365,10 @@ class Peer:
         note: bytes | None = None,
         topic: str = "",
     ) -> KVStream:
-        """``async with peer.stream_kv(...) as stream``: `write_kv` one layer at a time, by ``stream.post(layer)`` from any thread.
+        """``async with peer.stream_kv(...) as stream``: `write_kv` one layer at a time.
 
-        Permission counts from now: if the owner revokes the blocks, what is posted later fails, even if they were granted to
-        another request meanwhile.
+        ``stream.post(layer)`` may be called from any thread. Permission counts from now: if the owner revokes the
+        blocks, what is posted later fails, even if they were granted to another request meanwhile.
         """
         target = self._remote_kv(cache, remote)
         here, far = cache.layout.pair_blocks(target.layout, blocks, remote_blocks)
@@ -398,7 +404,7 @@ class Peer:
     # ---- notes ----
 
     def notify(self, payload: bytes, *, topic: str = "") -> Transfer:
-        """Send a note of its own (at most 64 KiB). Await it to know that it stands in the peer's queue; fails as `write` does."""
+        """Send a note of its own (at most 64 KiB). Await it to know that it is in the peer's queue; fails as `write`."""
         return self._post("note", [], 0, payload, topic)
 
     # ---- posting ----
@@ -546,7 +552,7 @@ class Peer:
         self._space.clear()
 
     def scope(self) -> Scope:
-        """``async with peer.scope()``: leaving waits for everything posted inside; leaving by an exception recalls it first."""
+        """``async with peer.scope()``: leaving waits for all that was posted inside; by an exception, recalls it first."""
         return Scope(self)
 
     def route(self, local: Region | Span, remote: RemoteRegion | Span) -> Route:

@@ -145,8 +145,8 @@ class Region(_core.Region):
             if off < offset + nbytes and offset < off + n:
                 raise with_data(
                     RegionPinnedError(
-                        f"[{offset}:{offset + nbytes}] of {self!r} is quarantined: an earlier transfer, or a peer, may still "
-                        "touch it; wait for its wait_quiesced(), or for the 'released' event"
+                        f"[{offset}:{offset + nbytes}] of {self!r} is quarantined: an earlier transfer, or a peer, may "
+                        "still touch it; wait for its wait_quiesced(), or for the 'released' event"
                     ),
                     spans=((off, n),),
                 )
@@ -156,10 +156,10 @@ class Region(_core.Region):
     async def revoke(self, peer: Any = None, *, spans: Spans | None = None) -> None:
         """Take permission for `spans` (default: all) from `peer` (default: every peer).
 
-        When this returns, no peer can read or write those bytes any more, and they can be reused. They stay refused until
-        `grant`; a transfer or stream whose permission is older than this call stays refused even then. If a peer stands
-        still in the middle of a copy, this raises `RegionPinnedError` after `cancel_grace`, with the spans; the event
-        ``released`` follows when they are free. Cancelling this stops waiting; the revocation stands.
+        When this returns, no peer can read or write those bytes any more, and they can be reused. They stay refused
+        until `grant`; a transfer or stream whose permission is older than this call stays refused even then. If a peer
+        stands still in the middle of a copy, this raises `RegionPinnedError` after `cancel_grace`, with the spans; the
+        event ``released`` follows when they are free. Cancelling this stops waiting; the revocation stands.
         """
         self._host.check()
         pairs = self._pairs(spans)

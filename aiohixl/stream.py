@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -17,8 +18,8 @@ __all__ = ["KVStream"]
 class KVStream:
     """Made by `Peer.stream_kv`; an async context manager.
 
-    Leaving the block normally waits until every layer has landed, then delivers the note. Leaving it by an exception or a
-    cancellation recalls what is in flight, waits until it has let go, and delivers the note with ``aborted=True``.
+    Leaving the block normally waits until every layer has landed, then delivers the note. Leaving it by an exception or
+    a cancellation recalls what is in flight, waits until it has let go, and delivers the note with ``aborted=True``.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class KVStream:
         return f"<KVStream {self._what} {len(self.transfers)}/{self.num_layers} layers posted>"
 
     def post(self, layer: int) -> Transfer:
-        """Send one layer, which must be complete in memory and stay as it is until it has landed. Any thread; never waits.
+        """Send one layer, which must be complete in memory and stay as it is until it has landed.
 
-        Raises `ConfigError` for a layer that does not exist or was posted already, `QueueFullError` from a thread when the
-        queue is full, and whatever `Peer.write_kv` raises.
+        From any thread; never waits. Raises `ConfigError` for a layer that does not exist or was posted already,
+        `QueueFullError` from a thread when the queue is full, and whatever `Peer.write_kv` raises.
         """
         if not self._open:
             raise ConfigError(f"{self._what}: post() belongs inside the stream's `async with` block")
@@ -103,7 +104,5 @@ class KVStream:
         self._waiting -= 1
         if self._waiting or self._send_note is None:
             return
-        try:
+        with contextlib.suppress(HixlError):  # the peer is lost, and knows that of us
             self._send_note(True).detach()
-        except HixlError:
-            pass  # the peer is lost, and knows that of us

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helps to test what uses aiohixl: misfortune on demand, and two engines that know each other."""
+"""Misfortune on demand."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Iterator
 
-from aiohixl import Engine, Fault, Peer
+from aiohixl import Fault
 from aiohixl.config import FAULT_ACTIONS
 
-__all__ = ["Fault", "FaultPlan", "engine_pair"]
+__all__ = ["FaultPlan"]
 
 
 class FaultPlan:
@@ -70,13 +68,3 @@ class FaultPlan:
 
     def __repr__(self) -> str:
         return f"<FaultPlan of {len(self._faults)} faults>"
-
-
-@asynccontextmanager
-async def engine_pair(faults: FaultPlan | None = None, **options: Any) -> AsyncIterator[tuple[Engine, Engine, Peer]]:
-    """Two engines in this process, and the first one's peer for the second. `faults` are the first one's."""
-    async with (
-        Engine("first", faults=faults or (), **options) as first,
-        Engine("second", **options) as second,
-    ):
-        yield first, second, await first.connect(second.address)

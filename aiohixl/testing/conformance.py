@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every provider must do, whatever carries the bytes.
+
+``CONFORMANCE`` maps names to checks; each takes a `Bench` and raises ``AssertionError``. Run them over every kind of memory
+that a provider reaches::
+
+    @pytest.mark.parametrize("check", CONFORMANCE.values(), ids=CONFORMANCE)
+    async def test_provider(check):
+        async with engine_pair() as (a, b, peer):
+            await check(Bench(a, b, peer, allocated, foreign))
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from aiohixl import (
+    Engine,
+    Peer,
+    Region,
+    RegionError,
+    RemoteAccessError,
+    RemoteRegion,
+    Transfer,
+    TransferError,
+    wait_all,
+)
+
+__all__ = ["CONFORMANCE", "Bench", "Check", "Memory", "allocated", "foreign"]
+
+Bytes = npt.NDArray[np.uint8]
+#: Makes registered memory: (engine, nbytes, name, access) -> its region and its bytes.
+Memory = Callable[[Engine, int, str, str], Awaitable[tuple[Region, Bytes]]]
+
+
+async def allocated(engine: Engine, nbytes: int, name: str, access: str = "rw") -> tuple[Region, Bytes]:
+    """Memory from `Engine.allocate`."""
+    region = await engine.allocate(nbytes, name, access=access)
+    return region, np.frombuffer(region, np.uint8)
+
+
+async def foreign(engine: Engine, nbytes: int, name: str, access: str = "rw") -> tuple[Region, Bytes]:
+    """Memory that somebody else allocated, registered."""
+    array = np.zeros(nbytes, np.uint8)
+    return await engine.register(array, name, access=access), array
+
+
+@dataclass
+class Bench:
+    """Two connected engines and the kinds of memory to use on each."""
+
+    a: Engine
+    b: Engine
+    peer: Peer
+    here: Memory = allocated
+    there: Memory = allocated
+    seed: int = 0
+    _names: int = field(default=0, repr=False)
+
+    def noise(self, nbytes: int) -> Bytes:
+        self.seed += 1
+        return np.random.default_rng(self.seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+    async def local(self, nbytes: int) -> tuple[Region, Bytes]:
+        region, view = await self.here(self.a, nbytes, "", "rw")
+        view[:] = self.noise(nbytes)
+        return region, view
+
+    async def remote(self, nbytes: int, access: str = "rw") -> tuple[Region, RemoteRegion, Bytes]:
+        self._names += 1
+        name = f"bench-{self._names}"
+        region, view = await self.there(self.b, nbytes, name, access)
+        view[:] = self.noise(nbytes)
+        return region, await self.peer.region(name), view
+
+
+Check = Callable[[Bench], Awaitable[None]]
+CONFORMANCE: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CONFORMANCE[function.__name__] = function
+    return function
+
+
+@check
+async def write_is_remote_complete(bench: Bench) -> None:
+    """Contract 1, at sizes around pages, chunks and the inline limit."""
+    nbytes = (3 << 20) + 17
+    source, sent = await bench.local(nbytes)
+    _, remote, got = await bench.remote(nbytes)
+    for size in (0, 1, 63, 4096, 4097, 32768, 32769, 65536, (1 << 20) - 1, (1 << 20) + 1, nbytes):
+        model = got.copy()
+        offset = (nbytes - size) // 3
+        model[offset : offset + size] = sent[:size]
+        transfer = await bench.peer.write(source[:size], remote[offset : offset + size])
+        assert transfer.nbytes == size
+        assert (got == model).all(), f"a write of {size} bytes"
+
+
+@check
+async def read_is_complete(bench: Bench) -> None:
+    nbytes = (2 << 20) + 5
+    target, got = await bench.local(nbytes)
+    _, remote, kept = await bench.remote(nbytes)
+    for size in (0, 1, 4096, 32769, (1 << 20) + 1, nbytes):
+        model = got.copy()
+        model[:size] = kept[nbytes - size :]
+        await bench.peer.read(target[:size], remote[nbytes - size :])
+        assert (got == model).all(), f"a read of {size} bytes"
+
+
+@check
+async def scattered_rows_land_where_they_belong(bench: Bench) -> None:
+    nbytes, rows = 1 << 20, 3000
+    source, sent = await bench.local(nbytes)
+    _, remote, got = await bench.remote(nbytes)
+    dice = np.random.default_rng(7)
+    slots = dice.permutation(nbytes // 300)[:rows]
+    there = slots * 300 + dice.integers(0, 50, rows)
+    sizes = dice.integers(0, 250, rows)
+    here = dice.integers(0, nbytes - 250, rows)
+    model = got.copy()
+    for lo, ro, n in zip(here, there, sizes, strict=True):
+        model[ro : ro + n] = sent[lo : lo + n]
+    await bench.peer.write_many(source, here, remote, there, sizes)
+    assert (got == model).all()
+    back = sent.copy()
+    for lo, ro, n in zip(slots * 300, there, sizes, strict=True):
+        back[lo : lo + n] = got[ro : ro + n]
+    await bench.peer.read_many(source, slots * 300, remote, there, sizes)
+    assert (sent == back).all()
+
+
+@check
+async def many_at_once(bench: Bench) -> None:
+    count, size = 1000, 5000
+    source, sent = await bench.local(count * size)
+    _, remote, got = await bench.remote(count * size)
+    await wait_all(
+        bench.peer.write(source[i * size : (i + 1) * size], remote[i * size : (i + 1) * size]) for i in range(count)
+    )
+    assert (got == sent).all()
+
+
+@check
+async def a_note_follows_its_bytes(bench: Bench) -> None:
+    """Contract 2."""
+    nbytes = 4 << 20
+    source, sent = await bench.local(nbytes)
+    _, remote, got = await bench.remote(nbytes)
+    transfer = bench.peer.write(source, remote, note=b"here", topic="conformance")
+    note = await bench.b.notes("conformance").get()
+    assert (got == sent).all()
+    assert (note.payload, note.aborted) == (b"here", False)
+    await transfer
+
+
+@check
+async def a_cancelled_write_leaves_the_source_alone(bench: Bench) -> None:
+    """Contract 3: after the cancellation the source is overwritten, and none of the new bytes may arrive."""
+    nbytes = 16 << 20
+    source, sent = await bench.local(nbytes)
+    _, remote, got = await bench.remote(nbytes)
+    sent[:], got[:] = 1, 0
+    await bench.peer.write(source[:1], remote[:1])
+    for _ in range(5):
+        task = asyncio.ensure_future(bench.peer.write(source, remote))
+        await asyncio.sleep(0)
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            pass
+        sent[:] = 2
+        await bench.peer.notify(b"", topic="fence")  # whatever was on its way has had every chance to arrive
+        assert not (got == 2).any(), "a byte written after the cancellation arrived"
+        sent[:] = 1
+    await bench.peer.write(source, remote)
+    assert (got == 1).all()
+    await drain_topic(bench, "fence", 5)
+
+
+@check
+async def revoked_memory_stays_untouched(bench: Bench) -> None:
+    """Contract 3, the owner's side."""
+    nbytes, block = 1 << 20, 1 << 16
+    source, _ = await bench.local(nbytes)
+    region, remote, got = await bench.remote(nbytes)
+    await region.revoke(spans=[(block, block)])
+    model = got.copy()
+    await refused(lambda: bench.peer.write(source[:block], remote[block : 2 * block]))
+    await refused(lambda: bench.peer.read(source[:block], remote[block : 2 * block]))
+    assert (got == model).all()
+    await bench.peer.write(source[:block], remote[:block])  # the rest is as it was
+    region.grant(spans=[(block, block)])
+    for _ in range(1000):  # the grant travels to the peer
+        try:
+            await bench.peer.write(source[:block], remote[block : 2 * block])
+            break
+        except RemoteAccessError:
+            await asyncio.sleep(0)
+    else:
+        raise AssertionError("a granted span stays refused")
+    await region.deregister()
+    await refused(lambda: bench.peer.write(source[:block], remote[:block]))
+
+
+@check
+async def access_bits_hold(bench: Bench) -> None:
+    """Contract 10."""
+    source, _ = await bench.local(4096)
+    _, readable, _ = await bench.remote(4096, "r")
+    _, writable, got = await bench.remote(4096, "w")
+    await bench.peer.read(source, readable)
+    await refused(lambda: bench.peer.read(source, writable))
+    before = got.copy()
+    await bench.peer.write(source, writable)
+    assert not (got == before).all()
+    await refused(lambda: bench.peer.write(source, readable))
+
+
+@check
+async def one_bad_row_moves_nothing(bench: Bench) -> None:
+    """Contract 7."""
+    source, _ = await bench.local(1 << 16)
+    _, remote, got = await bench.remote(1 << 16)
+    model = got.copy()
+    offsets = np.arange(100) * 64
+    bad = offsets.copy()
+    bad[57] = (1 << 16) - 63
+    try:
+        await bench.peer.write_many(source, offsets, remote, bad, 64)
+    except RegionError as exc:
+        assert "57" in str(exc), exc
+    else:
+        raise AssertionError("a row out of bounds was accepted")
+    bad[57] = bad[3] + 1
+    try:
+        await bench.peer.write_many(source, offsets, remote, bad, 64)
+    except RegionError as exc:
+        assert "row" in str(exc), exc
+    else:
+        raise AssertionError("rows that overlap were accepted")
+    assert (got == model).all()
+
+
+async def refused(post: Callable[[], Transfer]) -> None:
+    """By the post or by the await: whichever of the two finds out."""
+    try:
+        await post()
+    except RemoteAccessError:
+        return
+    except TransferError as exc:
+        raise AssertionError(f"refused with the wrong error: {exc!r}") from exc
+    raise AssertionError("it was not refused")
+
+
+async def drain_topic(bench: Bench, topic: str, count: int) -> None:
+    for _ in range(count):
+        await bench.b.notes(topic).get()
