@@ -249,6 +249,7 @@ cdef class Region:
     cdef hx.hx_region_t *region
     cdef readonly Engine engine
     cdef readonly object owner
+    cdef public bint readonly  # its memory cannot be written: exported as such
 
     def __cinit__(self, Engine engine not None, uint64_t nbytes, uint32_t access, uint64_t addr=0, object owner=None,
                   Region parent=None, uint64_t offset=0, bint layout=False):
@@ -270,7 +271,8 @@ cdef class Region:
         hx.hx_region_unref(self.region)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        PyBuffer_FillInfo(buffer, self, hx.hx_region_addr(self.region), hx.hx_region_nbytes(self.region), 0, flags)
+        PyBuffer_FillInfo(buffer, self, hx.hx_region_addr(self.region), hx.hx_region_nbytes(self.region),
+                          self.readonly, flags)
 
     @property
     def addr(self):

@@ -36,8 +36,10 @@ void hx_endpoint_unref(hx_endpoint_t *ep)
             hx_rregion_unref(r);
         }
     free(ep->table);
-    hx_page_unmap(ep->mine);
-    hx_page_unmap(ep->theirs);
+    if (!ep->engine->forked) { /* in a child they were never mapped, and their place may be taken */
+        hx_page_unmap(ep->mine);
+        hx_page_unmap(ep->theirs);
+    }
     if (ep->pidfd >= 0)
         close(ep->pidfd);
     pthread_mutex_destroy(&ep->note_mu);
@@ -168,5 +170,5 @@ uint64_t hx_endpoint_epoch(const hx_endpoint_t *ep)
 {
     /* The owner's own counter where we share its page: a permission given after a revocation is judged as such even while the
      * revocation is still on its way to us. */
-    return ep->mine ? hx_page_revoke_seq(ep->mine) : atomic_load(&ep->revoked.applied);
+    return ep->mine && !ep->engine->forked ? hx_page_revoke_seq(ep->mine) : atomic_load(&ep->revoked.applied);
 }

@@ -313,6 +313,7 @@ void hx_engine_free(hx_engine_t *engine)
 void hx_engine_forked(hx_engine_t *engine)
 {
     engine->forked = true;
+    atomic_store(&engine->stopping, true); /* posts are refused: the pages they would touch are not mapped here */
     hx_engine_close_fds(engine);
     hx_control_t *c = &engine->control;
     close_fd(&c->epoll_fd);

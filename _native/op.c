@@ -250,7 +250,8 @@ static hx_status_t check_segment(const hx_endpoint_t *ep, const hx_post_t *post,
     uint32_t state = atomic_load(&local->state);
     if (state == HX_REGION_FAILED || state == HX_REGION_CLOSING)
         return HX_ERR_REGION_CLOSED;
-    if (remote->ep_serial != ep->serial || atomic_load(&remote->dead) || remote->rkey != seg->rkey ||
+    /* Serials are per engine: another engine's peer may have the same one. */
+    if (remote->engine != ep->engine || remote->ep_serial != ep->serial || atomic_load(&remote->dead) || remote->rkey != seg->rkey ||
         !(remote->access & need))
         return HX_ERR_REMOTE_ACCESS;
     for (size_t i = 0; i < seg->n; i++) {

@@ -182,7 +182,8 @@ void hx_rregion_unref(hx_rregion_t *r)
     if (!r || atomic_fetch_sub(&r->refs, 1) != 1)
         return;
     bool no = false;
-    if (atomic_load(&r->map_state) == HX_MAP_MAPPED &&
+    /* In a forked child it was never mapped, and its place may be taken. */
+    if (!r->engine->forked && atomic_load(&r->map_state) == HX_MAP_MAPPED &&
         atomic_compare_exchange_strong(&r->unmapped, &no, true))
         munmap(r->map, r->map_len);
     free(r);

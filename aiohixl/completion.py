@@ -12,15 +12,16 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohixl import _core
 
-__all__ = ["CompletionQueue", "Record", "Sink"]
+__all__ = ["CompletionQueue", "NativeEvent", "Record", "Sink", "wake"]
 
 #: token, status, errno, nbytes, elapsed_ns, index, quiesced
 Record = tuple[int, int, int, int, int, int, int]
-NativeEvent = tuple[int, int, int, int, int, Any, Any, bytes, bytes]
+#: kind, status, errno, token, value, endpoint, remote region, name, blob
+NativeEvent = tuple[int, int, int, int, int, _core.Endpoint | None, _core.RemoteRegion | None, bytes, bytes]
 
 EVENTS_PER_ROUND = 256
 #: An await that finds its transfer complete gives other tasks a turn once in so many.
@@ -31,6 +32,14 @@ class Sink(Protocol):
     """What waits for a token."""
 
     def settle(self, record: Record) -> None: ...
+
+
+def wake(futures: list[asyncio.Future[None]]) -> None:
+    """Whoever waits for one of them goes on; the list is empty then."""
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+    futures.clear()
 
 
 class CompletionQueue:
@@ -63,6 +72,12 @@ class CompletionQueue:
 
     def forget(self, token: int) -> None:
         self.sinks.pop(token, None)
+
+    def waiter(self, futures: list[asyncio.Future[None]]) -> asyncio.Future[None]:
+        """A new future that stands in `futures` until `wake`."""
+        future = self.loop.create_future()
+        futures.append(future)
+        return future
 
     def take_turn(self) -> bool:
         """True when an await that need not wait should let others run first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import sys
@@ -14,12 +15,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from aiohixl import _core
 from aiohixl.address import Address, SocketFile, format_tcp, looks_like_address, parse_addresses
 from aiohixl.buffers import BufferInfo, inspect_buffer
-from aiohixl.completion import CompletionQueue, NativeEvent
+from aiohixl.completion import CompletionQueue, NativeEvent, wake
 from aiohixl.config import EngineConfig, parse_host_port
 from aiohixl.errors import (
     ClosedError,
@@ -42,6 +43,7 @@ __all__ = ["Engine"]
 
 _PART = "{cache}\n{slot}"  # the name of a KV cache's part; users' names have no line feed
 _UNPARK_PER_ROUND = 512
+T = TypeVar("T")
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -208,7 +210,8 @@ class Engine:
     async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - patience, not a limit on the call
         """Leave the rendezvous, wait up to `timeout` seconds for transfers in flight, abort the rest.
 
-        Joins the native threads. Always ends closed, also when cancelled. Idempotent; concurrent closers share the one close.
+        Joins the native threads. Always ends closed, also when cancelled. Idempotent; concurrent closers share the one
+        close.
         """
         if self._forked:
             raise ClosedError(f"{self!r} belongs to the parent of this process")
@@ -242,8 +245,7 @@ class Engine:
             and queue.loop.time() < deadline
             and any(not p.is_lost for p in self._peers.values())
         ):
-            woken = queue.loop.create_future()
-            self._idle_waiters.append(woken)
+            woken = queue.waiter(self._idle_waiters)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await woken
@@ -378,6 +380,7 @@ class Engine:
         is short.
         """
         self.check()
+        self._check_name(name)
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
             raise RegionError(f"allocate: a positive number of bytes, not {nbytes!r}")
         free = _available_memory()
@@ -405,7 +408,7 @@ class Engine:
         self.check()
         infos = {name: inspect_buffer(buffer) for name, buffer in buffers.items()}
         for name, info in infos.items():
-            self._check_name(name)
+            self._check_name(name, required=True)
             _check_registrable(info, name, access)
         regions = {name: self._register(info, buffers[name], name, access) for name, info in infos.items()}
         for name, region in regions.items():
@@ -442,12 +445,16 @@ class Engine:
         return cache
 
     def _register(self, info: BufferInfo, owner: Any, name: str, access: str, *, strided: bool = False) -> Region:
-        self._check_name(name)
+        self._check_name(name, part=strided)
         if strided:
             _check_access(info, name, access)
         else:
             _check_registrable(info, name, access)
-        keep = (owner, info.owner)
+        region = self._place(info, (owner, info.owner), name, access)
+        region.readonly = info.readonly
+        return region
+
+    def _place(self, info: BufferInfo, keep: Any, name: str, access: str) -> Region:
         for parent in self._allocations.values():
             if parent.addr <= info.addr and info.addr + info.nbytes <= parent.addr + parent.nbytes:
                 offset = info.addr - parent.addr
@@ -463,9 +470,7 @@ class Engine:
         return self._region(name, access, nbytes=info.nbytes, addr=info.addr, owner=keep, ready=True)
 
     def _region(self, name: str, access: str, *, nbytes: int, ready: bool, **native: Any) -> Region:
-        self._check_name(name)
-        if access not in ACCESS:
-            raise ConfigError(f"access: one of {', '.join(ACCESS)}, not {access!r}")
+        _check_access_word(access)
         try:
             region = Region(self, self._native(), name=name, access=access, ready=ready, nbytes=nbytes, **native)
         except _core.StatusError as exc:
@@ -475,11 +480,17 @@ class Engine:
         self._regions[region.id] = region
         return region
 
-    def _check_name(self, name: str, *, required: bool = False) -> None:
+    def _check_name(self, name: str, *, required: bool = False, part: bool = False) -> None:
         if not isinstance(name, str) or (required and not name):
             raise ConfigError(f"a name is a string that is not empty, not {name!r}")
-        if len(name.encode("utf-8", "surrogatepass")) > _core.NAME_MAX or "\0" in name:
-            raise ConfigError(f"a name has at most {_core.NAME_MAX} bytes of UTF-8 without NUL: {name[:40]!r}...")
+        try:
+            size = len(name.encode())
+        except UnicodeEncodeError:
+            raise ConfigError(f"a name is a string that UTF-8 can encode, not {name[:40]!r}") from None
+        if size > _core.NAME_MAX or "\0" in name or ("\n" in name and not part):
+            raise ConfigError(
+                f"a name has at most {_core.NAME_MAX} bytes of UTF-8 without NUL and line feed: {name[:40]!r}"
+            )
         if name in self._named:
             raise RegionError(f"{name!r} is registered already: {self._named[name]!r}; deregister it first")
 
@@ -582,7 +593,7 @@ class Engine:
         incarnation: bytes | None,
         deadline: float,
     ) -> Peer:
-        tried = []
+        tried: list[str] = []
         last: HixlError | None = None
         for address in addresses:
             for numeric in await self._numeric(address, tried):
@@ -638,7 +649,8 @@ class Engine:
     def notes(self, topic: str | None = None) -> Inbox[Note]:
         """``async for note in engine.notes()``: notes of that topic (default: those without one), oldest first.
 
-        Each goes to one consumer. Those that nobody takes stand in the way of their senders (256 a peer), of nothing else.
+        Each goes to one consumer. Those that nobody takes stand in the way of their senders (256 a peer), of nothing
+        else.
         """
         self.check()
         return self._notes.inbox(topic or "")
@@ -699,10 +711,7 @@ class Engine:
         for peer in self._peers.values():
             peer.after_drain()
         if self._idle_waiters and not self._queue_().sinks and not self._parked:
-            for future in self._idle_waiters:
-                if not future.done():
-                    future.set_result(None)
-            self._idle_waiters.clear()
+            wake(self._idle_waiters)
 
     # ---- native events ----
 
@@ -712,8 +721,10 @@ class Engine:
             peer = self._peer(endpoint)
             self._notes.put(Note(peer, blob, name.decode("utf-8", "replace"), bool(value & 1)))
         elif kind == _core.EV_REGION_ADD:
+            assert handle is not None
             self._peer(endpoint).region_added(handle, name.decode("utf-8", "replace"), blob)
         elif kind == _core.EV_REGION_DEL:
+            assert handle is not None
             self._peer(endpoint).region_removed(handle)
         elif kind == _core.EV_PEER_UP:
             self._events.emit(Event("joined", peer=self._peer(endpoint)))
@@ -721,16 +732,17 @@ class Engine:
             future = self._connecting.get(token)
             if future is not None and not future.done():
                 future.set_result(self._peer(endpoint))
-            elif token:
+            elif token and endpoint is not None:
                 endpoint.close()  # whoever asked for it has gone
         elif kind == _core.EV_PEER_LOST:
-            peer = self._peers.pop(endpoint.serial, None)
-            if peer is not None:
+            assert endpoint is not None
+            lost = self._peers.pop(endpoint.serial, None)
+            if lost is not None:
                 text = blob.decode("utf-8", "replace")
-                peer.became_lost(self._queue_().statuses[status], text)
-                self._credits.pop(peer, None)
-                self._parked.pop(peer, None)
-                self._events.emit(Event("lost", peer=peer, detail=text))
+                lost.became_lost(self._queue_().statuses[status], text)
+                self._credits.pop(lost, None)
+                self._parked.pop(lost, None)
+                self._events.emit(Event("lost", peer=lost, detail=text))
         elif kind == _core.EV_CONNECT_FAILED:
             future = self._connecting.get(token)
             if future is not None and not future.done():
@@ -747,7 +759,8 @@ class Engine:
         elif kind == _core.EV_REFUSED:
             self._events.emit(Event("refused", detail=blob.decode("utf-8", "replace")))
 
-    def _peer(self, endpoint: _core.Endpoint) -> Peer:
+    def _peer(self, endpoint: _core.Endpoint | None) -> Peer:
+        assert endpoint is not None  # events of peers carry one
         peer = self._peers.get(endpoint.serial)
         if peer is None:
             peer = self._peers[endpoint.serial] = Peer(self, endpoint)
@@ -758,7 +771,13 @@ def _status_number(name: str) -> int:
     return next(number for number, known in _core.statuses().items() if known == name)
 
 
+def _check_access_word(access: object) -> None:
+    if not isinstance(access, str) or access not in ACCESS:
+        raise ConfigError(f"access: one of {', '.join(ACCESS)}, not {access!r}")
+
+
 def _check_access(info: BufferInfo, name: str, access: str) -> None:
+    _check_access_word(access)
     if info.readonly and "w" in access:
         raise RegionError(
             f"{name!r} is read-only memory, and access {access!r} lets peers write: use access='r', or a copy"
@@ -785,24 +804,22 @@ def _available_memory() -> int | None:
     return None
 
 
-async def _in_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> Any:
+async def _in_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
     """Run a blocking call in a thread of its own: the loop's executor would leave one behind, and may be full."""
-    future: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
 
-    def finish(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    def finish(deliver: Callable[[], None]) -> None:
+        if not future.done():
+            deliver()
 
     def run() -> None:
         try:
-            result, error = call(), None
+            result = call()
         except BaseException as exc:
-            result, error = None, exc
-        loop.call_soon_threadsafe(finish, result, error)
+            deliver = functools.partial(future.set_exception, exc)
+        else:
+            deliver = functools.partial(future.set_result, result)
+        loop.call_soon_threadsafe(finish, deliver)
 
     thread = threading.Thread(target=run, name="aiohixl-call", daemon=True)
     thread.start()
@@ -817,20 +834,18 @@ async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> lis
     """Numeric addresses of a host name, at least one, or `ConfigError`."""
     import socket
 
-    flags = socket.AI_NUMERICHOST
-
-    def numeric() -> Any:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    def numeric(flags: int) -> list[str]:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+        return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
     try:
-        infos = numeric()
+        return numeric(socket.AI_NUMERICHOST)
     except OSError:
-        flags = 0
-        try:
-            infos = await _in_thread(loop, numeric)
-        except OSError as exc:
-            raise ConfigError(f"host {host!r} cannot be resolved: {exc}") from None
-    return list(dict.fromkeys(info[4][0] for info in infos))
+        pass
+    try:
+        return await _in_thread(loop, lambda: numeric(0))
+    except OSError as exc:
+        raise ConfigError(f"host {host!r} cannot be resolved: {exc}") from None
 
 
 def _before_fork() -> None:

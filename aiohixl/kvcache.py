@@ -64,7 +64,7 @@ class KVCache:
     async def deregister(self) -> None:
         """`Region.deregister` for every part."""
         errors = []
-        for region in [*([self._root] if self._root else []), *self.regions]:
+        for region in [*([self._root] if self._root is not None else []), *self.regions]:
             try:
                 await region.deregister()
             except RegionError as exc:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from aiohixl import _core
-from aiohixl.completion import CompletionQueue
+from aiohixl.completion import CompletionQueue, wake
 from aiohixl.errors import (
     ConfigError,
     HixlError,
@@ -30,7 +30,13 @@ from aiohixl.transfer import REASONS, Transfer
 
 __all__ = ["Peer", "Route"]
 
-Segment = tuple[Region, _core.RemoteRegion, int, npt.NDArray[np.int64], npt.NDArray[np.int64], Any]
+T = TypeVar("T")
+Offsets = Sequence[int] | npt.NDArray[Any]
+#: local region, remote region, rkey, local offsets, remote offsets, lengths or one length
+Segment = tuple[
+    Region, _core.RemoteRegion, int, npt.NDArray[np.int64], npt.NDArray[np.int64], int | npt.NDArray[np.int64]
+]
+_MAX_NBYTES = (1 << 63) - 1
 KINDS = {"write": _core.WRITE, "read": _core.READ, "note": _core.NOTE}
 
 
@@ -44,8 +50,8 @@ class Route(NamedTuple):
 class Host(Protocol):
     """What a peer needs of its engine."""
 
-    queue: CompletionQueue
-
+    @property
+    def queue(self) -> CompletionQueue: ...
     def check(self) -> None: ...
     def peer_parked(self, peer: Peer) -> None: ...
 
@@ -114,17 +120,15 @@ class Peer:
         return await self._announced(lambda: self._kv.get(name), name, "KV cache", wait, lambda: list(self._kv))
 
     async def _announced(
-        self, find: Callable[[], Any], name: str, what: str, wait: float, known: Callable[[], list[str]]
-    ) -> Any:
+        self, find: Callable[[], T | None], name: str, what: str, wait: float, known: Callable[[], list[str]]
+    ) -> T:
         self._host.check()
         try:
             async with asyncio.timeout(wait):
                 while (found := find()) is None:
                     if self._lost is not None:
                         raise self._lost.with_traceback(None)
-                    future = self._queue.loop.create_future()
-                    self._news.append(future)
-                    await future
+                    await self._queue.waiter(self._news)
                 return found
         except TimeoutError:
             raise RegionError(
@@ -145,7 +149,7 @@ class Peer:
         else:
             self._regions[handle.id] = RemoteRegion(handle, name, self.name)
         self._complete_caches()
-        self._tell()
+        wake(self._news)
 
     def region_removed(self, handle: _core.RemoteRegion) -> None:
         self._regions.pop(handle.id, None)
@@ -167,19 +171,13 @@ class Peer:
                         }
                     )
 
-    def _tell(self) -> None:
-        for future in self._news:
-            if not future.done():
-                future.set_result(None)
-        self._news.clear()
-
     def became_lost(self, status: str, text: str) -> None:
         self._lost = make_error(status, f"peer {self.name!r} is lost: {text}; connect again")
         parked, self._parked = self._parked, deque()
         for entry in parked:
             entry.transfer.fail(make_error(status, f"{self.describe(entry.transfer)}: the peer is lost: {text}"))
-        self._tell()
-        self._make_space()
+        wake(self._news)
+        wake(self._space)
 
     # ---- transfers ----
 
@@ -212,11 +210,11 @@ class Peer:
         if type(local) is Span:
             region, lo, nbytes = local.target, local.offset, local.nbytes
         else:
-            region, lo, nbytes = local, 0, local.nbytes
+            region, lo, nbytes = local, 0, getattr(local, "nbytes", 0)
         if type(remote) is Span:
             target, ro, there = remote.target, remote.offset, remote.nbytes
         else:
-            target, ro, there = remote, 0, remote.nbytes
+            target, ro, there = remote, 0, getattr(remote, "nbytes", 0)
         if not isinstance(region, Region) or type(target) is not RemoteRegion:
             raise RegionError(
                 f"{kind} takes a region or span of this engine first and one of the peer second, "
@@ -226,6 +224,8 @@ class Peer:
             raise RegionError(
                 f"{kind} between unequal lengths: {nbytes} bytes here, {there} bytes at peer {self.name!r}"
             )
+        if kind == "read" and region.readonly:
+            region.refuse_read()
         if region._quarantine:
             region.check_quarantine(lo, nbytes)
         if note is not None or self._parked:
@@ -282,11 +282,11 @@ class Peer:
     def _many(
         self,
         kind: str,
-        local: Any,
-        los: Any,
-        remote: Any,
-        ros: Any,
-        nbytes: Any,
+        local: Region,
+        los: Offsets,
+        remote: RemoteRegion,
+        ros: Offsets,
+        nbytes: int | Offsets,
         note: bytes | None,
         topic: str,
     ) -> Transfer:
@@ -295,12 +295,12 @@ class Peer:
                 f"{kind}_many takes a region of this engine and one of the peer, not {local!r} and {remote!r}"
             )
         lo, ro = as_int64(los, "local offsets"), as_int64(ros, "remote offsets")
-        n: Any = nbytes if isinstance(nbytes, int) else as_int64(nbytes, "nbytes")
+        n = nbytes if isinstance(nbytes, int) else as_int64(nbytes, "nbytes")
         if len(lo) != len(ro) or (not isinstance(n, int) and len(n) != len(lo)):
             lengths = "" if isinstance(n, int) else f", {len(n)} lengths"
             raise RegionError(f"{kind}_many: {len(lo)} local offsets, {len(ro)} remote offsets{lengths}")
-        if isinstance(n, int) and n < 0:
-            raise RegionError(f"{kind}_many: nbytes is negative: {n}")
+        if isinstance(n, int) and (isinstance(n, bool) or not 0 <= n <= _MAX_NBYTES):
+            raise RegionError(f"{kind}_many: nbytes is not a number of bytes: {n}")
         total = n * len(lo) if isinstance(n, int) else int(n.sum())
         return self._post(kind, [(local, remote.handle, remote.rkey, lo, ro, n)], total, note, topic)
 
@@ -341,15 +341,15 @@ class Peer:
         self,
         kind: str,
         cache: KVCache,
-        blocks: Any,
-        there: Any,
-        remote: Any,
-        layers: Any,
-        note: Any,
+        blocks: Blocks,
+        there: Blocks,
+        remote: RemoteKV | str | None,
+        layers: Sequence[int] | None,
+        note: bytes | None,
         topic: str,
     ) -> Transfer:
         target = self._remote_kv(cache, remote)
-        direction = "remote" if kind == "write" else "local"
+        direction: Literal["local", "remote"] = "remote" if kind == "write" else "local"
         here, far = cache.layout.pair_blocks(target.layout, blocks, there, destination=direction)
         indices = range(cache.layout.num_layers) if layers is None else layers
         rows = [row for layer in indices for row in rows_of_layer(cache, target, layer, here, far)]
@@ -404,7 +404,10 @@ class Peer:
     # ---- notes ----
 
     def notify(self, payload: bytes, *, topic: str = "") -> Transfer:
-        """Send a note of its own (at most 64 KiB). Await it to know that it is in the peer's queue; fails as `write`."""
+        """Send a note of its own (at most 64 KiB).
+
+        Await it to know that it stands in the peer's queue; it fails as `write` does.
+        """
         return self._post("note", [], 0, payload, topic)
 
     # ---- posting ----
@@ -421,10 +424,10 @@ class Peer:
         aborted: bool = False,
     ) -> Transfer:
         payload = None if note is None else _note_bytes(note)
-        topic_bytes = topic.encode()
-        if len(topic_bytes) > _core.TOPIC_MAX:
-            raise ConfigError(f"topic: at most {_core.TOPIC_MAX} bytes of UTF-8, not {len(topic_bytes)}")
+        topic_bytes = _topic_bytes(topic)
         for region, _, _, lo, _, n in segments:
+            if kind == "read" and region.readonly:
+                region.refuse_read()
             if region._quarantine:
                 for off, size in zip(lo.tolist(), [n] * len(lo) if isinstance(n, int) else n.tolist(), strict=True):
                     region.check_quarantine(off, size)
@@ -499,7 +502,7 @@ class Peer:
                 self._parked.rotate(1)
                 break
         if not self._parked:
-            self._make_space()
+            wake(self._space)
         return bool(self._parked)
 
     def recall_parked(self, transfer: Transfer) -> bool:
@@ -541,18 +544,13 @@ class Peer:
         """Return when the next post will not park. Cancelling this only stops waiting."""
         self._host.check()
         while self._parked and self._lost is None:
-            future = self._queue.loop.create_future()
-            self._space.append(future)
-            await future
-
-    def _make_space(self) -> None:
-        for future in self._space:
-            if not future.done():
-                future.set_result(None)
-        self._space.clear()
+            await self._queue.waiter(self._space)
 
     def scope(self) -> Scope:
-        """``async with peer.scope()``: leaving waits for all that was posted inside; by an exception, recalls it first."""
+        """``async with peer.scope()``: leaving waits for everything posted inside.
+
+        Leaving by an exception recalls it first.
+        """
         return Scope(self)
 
     def route(self, local: Region | Span, remote: RemoteRegion | Span) -> Route:
@@ -573,20 +571,16 @@ class Peer:
             return
         try:
             while self.inflight and self._lost is None:
-                future = self._queue.loop.create_future()
-                self._space.append(future)
-                await future
+                await self._queue.waiter(self._space)
         finally:
             if self._lost is None:
                 self._endpoint.close()
         while self._lost is None:
-            future = self._queue.loop.create_future()
-            self._news.append(future)
-            await future
+            await self._queue.waiter(self._news)
 
     def after_drain(self) -> None:
         if self._space and not self.inflight:
-            self._make_space()
+            wake(self._space)
 
     def credit(self, notes: int) -> None:
         if self._lost is None:
@@ -600,6 +594,16 @@ def _note_bytes(note: object) -> bytes:
     if len(payload) > _core.NOTE_MAX:
         raise ConfigError(f"note: at most {_core.NOTE_MAX} bytes, not {len(payload)}; put the rest into a region")
     return payload
+
+
+def _topic_bytes(topic: object) -> bytes:
+    try:
+        encoded = topic.encode()  # type: ignore[attr-defined]
+    except (AttributeError, UnicodeEncodeError):
+        raise ConfigError(f"topic: a str that UTF-8 can encode, not {topic!r}") from None
+    if len(encoded) > _core.TOPIC_MAX:
+        raise ConfigError(f"topic: at most {_core.TOPIC_MAX} bytes of UTF-8, not {len(encoded)}")
+    return bytes(encoded)
 
 
 def _row(segments: list[Segment], index: int) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aiohixl import _core
-from aiohixl.completion import CompletionQueue, Record
+from aiohixl.completion import CompletionQueue, Record, wake
 from aiohixl.errors import RegionError, RegionPinnedError, make_error, with_data
 
 __all__ = ["ACCESS", "Region", "RemoteRegion", "Span"]
@@ -60,8 +60,8 @@ def _bounds(key: object, nbytes: int, what: object) -> tuple[int, int]:
 class Host(Protocol):
     """What a region needs of its engine."""
 
-    queue: CompletionQueue
-
+    @property
+    def queue(self) -> CompletionQueue: ...
     def check(self) -> None: ...
     def incarnation_of(self, peer: Any) -> bytes: ...
     def region_quarantined(self, region: Region, spans: tuple[tuple[int, int], ...], detail: str) -> None: ...
@@ -72,7 +72,7 @@ class Host(Protocol):
 class Region(_core.Region):
     """Registered memory of this engine. Made by `allocate`, `register` and `register_many`.
 
-    It speaks the buffer protocol (``numpy.frombuffer(region, ...)``, ``torch.frombuffer``) and slices to a `Span`.
+    It speaks the buffer protocol (``numpy.asarray(region)`` is its bytes; ``torch.frombuffer``) and slices to a `Span`.
     Awaiting it waits until it is usable and gives it back; a transfer that uses it waits by itself.
     """
 
@@ -88,6 +88,8 @@ class Region(_core.Region):
         self._waiters: list[asyncio.Future[None]] = []
         self._quarantine: dict[int, tuple[tuple[int, int], ...]] = {}
         self._gone = False
+        #: Its memory cannot be written, not even by us: nothing is read into it.
+        self.readonly = False
 
     def __repr__(self) -> str:
         return f"<Region {self.name!r} {self.nbytes} bytes{' deregistered' if self._gone else ''}>"
@@ -101,9 +103,7 @@ class Region(_core.Region):
 
     def __await__(self) -> Generator[Any, Any, Region]:
         while not self._ready and self._error is None:
-            future = self._host.queue.loop.create_future()
-            self._waiters.append(future)
-            yield from future.__await__()
+            yield from self._host.queue.waiter(self._waiters).__await__()
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self
@@ -119,10 +119,7 @@ class Region(_core.Region):
                 f"{self!r} could not be set up: {os.strerror(sys_errno)}; allocate less, or free memory first"
             )
         self._ready = not status
-        for future in self._waiters:
-            if not future.done():
-                future.set_result(None)
-        self._waiters.clear()
+        wake(self._waiters)
 
     # ---- quarantine ----
 
@@ -150,6 +147,9 @@ class Region(_core.Region):
                     ),
                     spans=((off, n),),
                 )
+
+    def refuse_read(self) -> None:
+        raise RegionError(f"{self!r} is read-only memory: nothing can be read into it; pass writable memory")
 
     # ---- taking it back ----
 
@@ -277,7 +277,10 @@ class RemoteRegion:
 
 def as_int64(values: Sequence[int] | npt.NDArray[Any], what: str) -> npt.NDArray[np.int64]:
     """Offsets or lengths as the native side takes them: contiguous int64, one axis."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):  # rows of unequal length
+        raise RegionError(f"{what}: a list or array of whole numbers with one axis, not {values!r}") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RegionError(
             f"{what}: a list or array of whole numbers with one axis, not {array.dtype} of shape {array.shape}"

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Protocol
 
-from aiohixl.completion import CompletionQueue, Record
+from aiohixl.completion import CompletionQueue, Record, wake
 from aiohixl.errors import HixlError, make_error
 
 __all__ = ["REASONS", "Transfer", "outlast", "wait_all"]
@@ -120,8 +120,9 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
     def _let_go(self) -> None:
         self.quiesced = True
         self.keep = None
-        _wake(self._quiescers)
-        self._quiescers = None
+        if self._quiescers is not None:
+            wake(self._quiescers)
+            self._quiescers = None
 
     def fail(self, error: HixlError) -> None:
         """It was never handed to the native side, and will not be."""
@@ -132,8 +133,9 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
 
     def _finish(self) -> None:
         self._done = True
-        _wake(self._waiters)
-        self._waiters = None
+        if self._waiters is not None:
+            wake(self._waiters)
+            self._waiters = None
         if self._on_done is not None:
             self._on_done(self)
             self._on_done = None
@@ -184,22 +186,19 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         Cancelling this only stops waiting.
         """
         while not self.quiesced:
-            future = self._queue.loop.create_future()
-            if self._quiescers is None:
-                self._quiescers = []
-            self._quiescers.append(future)
-            await future
+            await self._quiescer()
 
     def when_quiesced(self, callback: Callable[[], None]) -> None:
         """Call it on the loop once neither side touches the memory: now, if that is so."""
         if self.quiesced:
             callback()
             return
-        future = self._queue.loop.create_future()
-        future.add_done_callback(lambda _: callback())
+        self._quiescer().add_done_callback(lambda _: callback())
+
+    def _quiescer(self) -> asyncio.Future[None]:
         if self._quiescers is None:
             self._quiescers = []
-        self._quiescers.append(future)
+        return self._queue.waiter(self._quiescers)
 
     def take_turn(self) -> bool:
         return self._queue.take_turn()
@@ -216,11 +215,13 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
             raise self._error.with_traceback(None)
         return self
 
-    def _wait(self) -> Generator[Any, Any, None]:
-        future = self._queue.loop.create_future()
+    def _waiter(self) -> asyncio.Future[None]:
         if self._waiters is None:
             self._waiters = []
-        self._waiters.append(future)
+        return self._queue.waiter(self._waiters)
+
+    def _wait(self) -> Generator[Any, Any, None]:
+        future = self._waiter()
         try:
             yield from future.__await__()
         except asyncio.CancelledError:
@@ -236,10 +237,7 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
     def _wait_until_done(self) -> Generator[Any, Any, None]:
         # A second cancellation changes nothing: the first one goes on when the memory is free. Bounded by cancel_grace.
         while not self._done:
-            future = self._queue.loop.create_future()
-            if self._waiters is None:
-                self._waiters = []
-            self._waiters.append(future)
+            future = self._waiter()
             try:
                 yield from future.__await__()
             except asyncio.CancelledError:
@@ -293,12 +291,6 @@ def _current_task() -> asyncio.Task[Any] | None:
         return asyncio.current_task()
     except RuntimeError:
         return None
-
-
-def _wake(futures: list[asyncio.Future[None]] | None) -> None:
-    for future in futures or ():
-        if not future.done():
-            future.set_result(None)
 
 
 #: What a status says of a transfer, in a sentence with the transfer's description before it.

@@ -7,7 +7,7 @@ import asyncio
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,13 @@ from ground import NBYTES, Ground, noise
 import aiohixl
 from aiohixl.testing import FaultPlan
 
-Pair = tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer]
 
 
 @pytest_asyncio.fixture
-async def ground(pair: Pair) -> Ground:
-    return await Ground(*pair).prepare()
+async def ground(pair: tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer]) -> AsyncIterator[Ground]:
+    ground = await Ground(*pair).prepare()
+    yield ground
+    ground.forget()
 
 
 # ---- spans ----

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -75,14 +76,15 @@ async def stream_layers(
 
 
 async def send_again(engine: Any, peer: Any, cache: Any, blocks: Sequence[int], remote_blocks: Sequence[int]) -> float:
-    """Wait for `ask_again`, write the same blocks in one transfer; its seconds, with no model at work.
+    """Wait for `ask_again`, write the same blocks in one transfer; seconds from the call to the end of its await.
 
-    While a model computes it has all the cores, and the copy waits for its share of them.
+    By the caller's clock, which `Transfer.elapsed` is not: that leaves out making the descriptors and waking up.
+    While a model computes it has all the cores, and the copy waits for its share of them; here it does not.
     """
     await next_note(engine)
-    transfer = peer.write_kv(cache, blocks, remote_blocks, note=b"{}")
-    await transfer
-    return float(transfer.elapsed)
+    started = time.monotonic()
+    await peer.write_kv(cache, blocks, remote_blocks, note=b"{}")
+    return time.monotonic() - started
 
 
 async def ask_again(engine: Any, peer: Any) -> None:
