@@ -121,6 +121,8 @@ cdef class Engine:
                 config.queue_depth = value
             elif key == "peer_depth":
                 config.peer_depth = value
+            elif key == "max_mappings":
+                config.max_mappings = value
             elif key == "chunk":
                 config.chunk = value
             elif key == "inline_limit":
@@ -222,7 +224,7 @@ cdef class Engine:
         hx.hx_engine_stats(self.engine, &s)
         return {"posted": s.posted, "completed": s.completed, "inlined": s.inlined, "nbytes": s.nbytes,
                 "notes_in": s.notes_in, "notes_out": s.notes_out, "refused": s.refused, "live_ops": s.live_ops,
-                "live_regions": s.live_regions, "peers": s.peers}
+                "live_regions": s.live_regions, "peers": s.peers, "mappings": s.mappings}
 
     def stop(self):
         """Aborts what is in flight and joins every native thread. What remains to drain can be drained after."""
@@ -234,7 +236,8 @@ cdef class Engine:
         hx.hx_engine_close_fds(self.engine)
 
     def before_fork(self):
-        hx.hx_engine_before_fork(self.engine)
+        with nogil:
+            hx.hx_engine_before_fork(self.engine)
 
     def after_fork(self):
         hx.hx_engine_after_fork(self.engine)
@@ -287,7 +290,8 @@ cdef class Region:
         return hx.hx_region_id(self.region)
 
     def _announce(self, bytes name not None, bytes blob not None):
-        check(hx.hx_region_announce(self.region, PyBytes_AS_STRING(name), len(name), PyBytes_AS_STRING(blob), len(blob)))
+        check(hx.hx_region_announce(self.region, PyBytes_AS_STRING(name), len(name), PyBytes_AS_STRING(blob),
+                                    len(blob)))
 
     def _revoke(self, bytes incarnation, const int64_t[:, ::1] spans, uint64_t token):
         check(hx.hx_region_revoke(self.region, incarnation_of(incarnation),
@@ -446,7 +450,7 @@ cdef class Endpoint:
 
     def post(self, uint32_t kind, uint64_t token, list segments not None, *, uint64_t epoch=hx.HX_EPOCH_NOW,
              bytes note=None, bytes topic=b"", bint aborted=False):
-        """Rows grouped by pair of regions: (local, remote, rkey, local offsets, remote offsets, lengths or one length)."""
+        """Rows grouped by pair of regions: (local, remote, rkey, local offsets, remote offsets, length or lengths)."""
         cdef hx.hx_segment_t *segs
         cdef hx.hx_post_t post
         cdef uint64_t handle = 0, index = NO_INDEX

@@ -15,6 +15,7 @@
 
 #include "link.h"
 #include "provider.h"
+#include "sys.h"
 
 /* What an epoll entry points at, in the low bits of the pointer. */
 enum { TAG_LINK, TAG_PID, TAG_WAKE, TAG_UNIX, TAG_TCP, TAG_MASK = 7 };
@@ -158,17 +159,32 @@ hx_status_t hx_endpoint_route(hx_endpoint_t *ep, const hx_region_t *local, const
     return HX_OK;
 }
 
+static bool announceable(const hx_region_t *r)
+{
+    return r->wanted && !r->announced && atomic_load(&r->state) == HX_REGION_READY;
+}
+
+/* All regions that have become ready, as one announcement. */
 static void announce_ready(hx_engine_t *engine)
 {
+    hx_region_t **list = NULL;
+    size_t n = 0, count = 0;
     pthread_mutex_lock(&engine->regions_mu);
-    size_t n = 0, cap = atomic_load(&engine->nregions) + 1;
-    hx_region_t **list = hx_alloc(cap * sizeof *list);
-    for (hx_region_t *r = engine->regions; r && n < cap; r = r->next)
-        if (r->wanted && !r->announced && atomic_load(&r->state) == HX_REGION_READY)
+    for (hx_region_t *r = engine->regions; r; r = r->next)
+        count += announceable(r);
+    if (count)
+        list = hx_alloc(count * sizeof *list);
+    for (hx_region_t *r = engine->regions; r && n < count; r = r->next)
+        if (announceable(r))
             list[n++] = r; /* `wanted` holds a reference, which only this thread drops */
     pthread_mutex_unlock(&engine->regions_mu);
-    while (n)
-        hx_frames_announce(engine, list[--n]);
+    for (size_t i = 0; i < n / 2; i++) { /* the engine's list has the newest first */
+        hx_region_t *r = list[i];
+        list[i] = list[n - 1 - i];
+        list[n - 1 - i] = r;
+    }
+    if (n)
+        hx_frames_announce(engine, list, n);
     free(list);
 }
 
@@ -421,9 +437,7 @@ static bool can_forget(const hx_endpoint_t *ep)
 /* Handles to it may live on; its descriptor does not wait for them. Nothing is in flight, so nobody looks at it. */
 static void let_go(hx_endpoint_t *ep)
 {
-    if (ep->pidfd >= 0) /* its only descriptor, so its epoll registration goes with it */
-        close(ep->pidfd);
-    ep->pidfd = -1;
+    hx_close_fd(&ep->pidfd); /* its only descriptor, so its epoll registration goes with it */
     hx_endpoint_unref(ep);
 }
 
@@ -572,8 +586,11 @@ static void wait_for_peers(hx_clock_t *clock)
     hx_engine_t *engine = clock->engine;
     uint64_t deadline = hx_now_ns() + engine->config.cancel_grace_ns;
     for (;;) {
+        pthread_mutex_lock(&engine->control.fork_mu);
         forget_lost(engine);
-        if (!engine->control.endpoints || hx_now_ns() >= deadline)
+        bool over = !engine->control.endpoints || hx_now_ns() >= deadline;
+        pthread_mutex_unlock(&engine->control.fork_mu);
+        if (over)
             return;
         poll(NULL, 0, 1);
     }
@@ -586,18 +603,22 @@ static void shut_down(hx_clock_t *clock)
     pthread_mutex_lock(&c->mu);
     c->closed = true;
     pthread_mutex_unlock(&c->mu);
+    pthread_mutex_lock(&c->fork_mu);
     run_commands(engine);
     say_goodbye(engine);
+    pthread_mutex_unlock(&c->fork_mu);
     wait_for_peers(clock);
     hx_revoke_abort(engine);
     while (atomic_load(&engine->live_ops)) { /* held ones; the copy threads finish the rest */
         hx_providers_tick(engine, hx_now_ns());
         poll(NULL, 0, 1);
     }
+    pthread_mutex_lock(&c->fork_mu);
     for (hx_endpoint_t *ep; (ep = c->endpoints);) {
         c->endpoints = ep->next;
         let_go(ep);
     }
+    pthread_mutex_unlock(&c->fork_mu);
     for (;;) { /* announcements hold references */
         hx_region_t *r;
         pthread_mutex_lock(&engine->regions_mu);
@@ -672,13 +693,6 @@ uint16_t hx_engine_tcp_port(const hx_engine_t *engine)
     return engine->control.tcp_port;
 }
 
-static void close_fd(int *fd)
-{
-    if (*fd >= 0)
-        close(*fd);
-    *fd = -1;
-}
-
 void hx_control_stop(hx_engine_t *engine)
 {
     hx_control_t *c = &engine->control;
@@ -690,26 +704,35 @@ void hx_control_stop(hx_engine_t *engine)
     }
     if (c->unix_fd >= 0)
         unlink(engine->config.unix_path);
-    close_fd(&c->unix_fd);
-    close_fd(&c->tcp_fd);
-    close_fd(&c->epoll_fd);
+    pthread_mutex_lock(&c->fork_mu); /* a child must not close a number that stands for something else by then */
+    hx_close_fd(&c->unix_fd);
+    hx_close_fd(&c->tcp_fd);
+    hx_close_fd(&c->epoll_fd);
+    pthread_mutex_unlock(&c->fork_mu);
 }
 
 void hx_engine_before_fork(hx_engine_t *engine)
 {
     pthread_mutex_lock(&engine->control.fork_mu);
+    pthread_mutex_lock(&engine->regions_mu); /* the control thread takes them in this order, too */
 }
 
 void hx_engine_after_fork(hx_engine_t *engine)
 {
+    pthread_mutex_unlock(&engine->regions_mu);
     pthread_mutex_unlock(&engine->control.fork_mu);
 }
 
 void hx_links_forked(hx_engine_t *engine)
 {
-    for (hx_link_t *link = engine->control.links; link; link = link->next)
+    for (hx_link_t *link = engine->control.links; link; link = link->next) {
         if (!link->dead)
             close(link->fd);
+        for (hx_out_t *out = link->tx_head; out; out = out->next)
+            hx_close_fd(&out->fd);
+        while (link->nfds)
+            close(link->fds[--link->nfds]);
+    }
     for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next)
-        close_fd(&ep->pidfd);
+        hx_close_fd(&ep->pidfd);
 }

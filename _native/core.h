@@ -192,7 +192,7 @@ void hx_region_ref(hx_region_t *region);
 bool hx_region_acquire(hx_region_t *region); /* for an operation: false once it is closing */
 void hx_region_release(hx_region_t *region);
 
-typedef enum { HX_MAP_NONE, HX_MAP_ASKED, HX_MAP_MAPPED, HX_MAP_FAILED } hx_map_state_t;
+typedef enum { HX_MAP_NONE, HX_MAP_ASKED, HX_MAP_MAPPED, HX_MAP_UNMAPPING, HX_MAP_FAILED } hx_map_state_t;
 
 struct hx_rregion {
     hx_engine_t *engine;
@@ -203,10 +203,10 @@ struct hx_rregion {
     _Atomic bool dead;      /* deregistered, or its peer is lost */
     _Atomic uint32_t map_state;
     _Atomic bool populated;
-    _Atomic bool unmapped; /* taken by whoever unmaps */
+    _Atomic uint64_t used_ns;
     uint32_t kind, access;
     uint64_t id, rkey, nbytes, addr;
-    uint8_t *map;  /* valid once map_state is MAPPED, until unmapped */
+    uint8_t *map;  /* valid while map_state is MAPPED */
     uint8_t *base; /* the region's first byte in it */
     size_t map_len;
     int sys_errno;
@@ -421,10 +421,11 @@ struct hx_engine {
     _Atomic uint64_t fault_count;
     _Atomic uint32_t posting; /* threads inside hx_post */
     _Atomic uint64_t n_posted, n_completed, n_inlined, n_bytes, n_notes_in, n_notes_out, n_refused;
-    _Atomic uint32_t live_ops, npeers;
+    _Atomic uint32_t live_ops, npeers, mappings;
 };
 
 void hx_links_forked(hx_engine_t *engine);
+void hx_regions_forked(hx_engine_t *engine);
 uint64_t hx_now_ns(void);
 void hx_doorbell(hx_engine_t *engine); /* after publishing a completion or an event */
 /* Copies name and blob. ep and rregion are referenced. Out of memory loses nothing silently: the process aborts. */

@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "provider.h"
+#include "sys.h"
 
 uint64_t hx_now_ns(void)
 {
@@ -34,6 +35,19 @@ void *hx_alloc(size_t n)
     return p;
 }
 
+/* Half of what the kernel allows a process, so that the rest of it has room. */
+static uint32_t mapping_share(void)
+{
+    unsigned long allowed = 65530; /* the kernel's default */
+    FILE *f = fopen("/proc/sys/vm/max_map_count", "re");
+    if (f) {
+        if (fscanf(f, "%lu", &allowed) != 1)
+            allowed = 65530;
+        fclose(f);
+    }
+    return allowed / 2 < 1u << 30 ? (uint32_t)(allowed / 2) : 1u << 30;
+}
+
 void hx_config_defaults(hx_config_t *c)
 {
     memset(c, 0, sizeof *c);
@@ -41,6 +55,7 @@ void hx_config_defaults(hx_config_t *c)
     c->copy_threads = cores < 2 ? 1 : cores > 4 ? 4 : (uint32_t)cores;
     c->queue_depth = 16384;
     c->peer_depth = 8192;
+    c->max_mappings = mapping_share();
     c->chunk = 1u << 20;
     c->inline_limit = 32u << 10;
     c->peer_timeout_ns = 10 * HX_NS;
@@ -219,8 +234,7 @@ hx_status_t hx_engine_open(const hx_config_t *config, hx_engine_t **engine_p, ch
     if (!engine)
         return HX_ERR_NO_MEMORY;
     engine->event_fd = engine->epoll_fd = -1;
-    engine->control.wake_fd = engine->control.epoll_fd = engine->control.unix_fd = engine->control.tcp_fd =
-        -1;
+    engine->control.wake_fd = engine->control.epoll_fd = engine->control.unix_fd = engine->control.tcp_fd = -1;
     pthread_mutex_init(&engine->event_mu, NULL);
     pthread_mutex_init(&engine->regions_mu, NULL);
     pthread_mutex_init(&engine->fault_mu, NULL);
@@ -273,18 +287,11 @@ void hx_engine_stop(hx_engine_t *engine)
     hx_setup_stop(engine);
 }
 
-static void close_fd(int *fd)
-{
-    if (*fd >= 0)
-        close(*fd);
-    *fd = -1;
-}
-
 void hx_engine_close_fds(hx_engine_t *engine)
 {
-    close_fd(&engine->event_fd);
-    close_fd(&engine->epoll_fd);
-    close_fd(&engine->control.wake_fd);
+    hx_close_fd(&engine->event_fd);
+    hx_close_fd(&engine->epoll_fd);
+    hx_close_fd(&engine->control.wake_fd);
 }
 
 void hx_engine_free(hx_engine_t *engine)
@@ -316,10 +323,11 @@ void hx_engine_forked(hx_engine_t *engine)
     atomic_store(&engine->stopping, true); /* posts are refused: the pages they would touch are not mapped here */
     hx_engine_close_fds(engine);
     hx_control_t *c = &engine->control;
-    close_fd(&c->epoll_fd);
-    close_fd(&c->unix_fd);
-    close_fd(&c->tcp_fd);
+    hx_close_fd(&c->epoll_fd);
+    hx_close_fd(&c->unix_fd);
+    hx_close_fd(&c->tcp_fd);
     hx_links_forked(engine);
+    hx_regions_forked(engine);
 }
 
 void hx_engine_stats(hx_engine_t *engine, hx_stats_t *out)
@@ -335,5 +343,6 @@ void hx_engine_stats(hx_engine_t *engine, hx_stats_t *out)
         .live_ops = atomic_load(&engine->live_ops),
         .live_regions = atomic_load(&engine->nregions),
         .peers = atomic_load(&engine->npeers),
+        .mappings = atomic_load(&engine->mappings),
     };
 }

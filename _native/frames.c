@@ -105,54 +105,63 @@ static void on_region_del(hx_link_t *link, uint64_t id)
     broken(link, "it withdraws a region that it never announced");
 }
 
-static void send_entry(hx_link_t *link, const hx_region_t *region)
+#define TABLE_FRAME (64u << 10) /* entries of one frame, unless a single one is larger */
+
+/* Announces the regions in their order, many to a frame. */
+static void send_entries(hx_link_t *link, hx_region_t *const *list, size_t n)
 {
-    hx_entry_t e = {
-        .id = region->id,
-        .rkey = region->rkey,
-        .nbytes = region->nbytes,
-        /* An address is for process_vm_* on foreign memory only; nobody else learns one. */
-        .addr = region->kind == HX_KIND_MEMFD ? region->file_off
-                : link->tcp                   ? 0
-                                              : (uintptr_t)region->base,
-        .kind = region->kind,
-        .access = region->access,
-        .name_len = region->name_len,
-        .blob_len = region->blob_len,
-    };
-    struct iovec parts[] = {
-        {&e, sizeof e}, {region->name, region->name_len}, {region->blob, region->blob_len}};
-    hx_link_send(link, HX_F_REGION_ADD, 0, parts, 3, -1);
+    size_t cap = TABLE_FRAME + sizeof(hx_entry_t) + HX_NAME_MAX + HX_BLOB_MAX, at = 0;
+    uint8_t *frame = n ? hx_alloc(cap) : NULL;
+    for (size_t i = 0; i < n; i++) {
+        const hx_region_t *region = list[i];
+        hx_entry_t e = {
+            .id = region->id,
+            .rkey = region->rkey,
+            .nbytes = region->nbytes,
+            /* An address is for process_vm_* on foreign memory only; nobody else learns one. */
+            .addr = region->kind == HX_KIND_MEMFD ? region->file_off : link->tcp ? 0 : (uintptr_t)region->base,
+            .kind = region->kind,
+            .access = region->access,
+            .name_len = region->name_len,
+            .blob_len = region->blob_len,
+        };
+        memcpy(frame + at, &e, sizeof e);
+        memcpy(frame + at + sizeof e, region->name, e.name_len);
+        memcpy(frame + at + sizeof e + e.name_len, region->blob, e.blob_len);
+        at += sizeof e + e.name_len + e.blob_len;
+        if (at >= TABLE_FRAME || i + 1 == n) {
+            struct iovec part = {frame, at};
+            hx_link_send(link, HX_F_REGION_ADD, 0, &part, 1, -1);
+            at = 0;
+        }
+    }
+    free(frame);
 }
 
 void hx_frames_send_table(hx_link_t *link)
 {
     hx_engine_t *engine = link->engine;
     pthread_mutex_lock(&engine->regions_mu);
-    size_t n = 0, cap = atomic_load(&engine->nregions) + 1;
-    hx_region_t **list = calloc(cap, sizeof *list);
-    for (hx_region_t *r = engine->regions; r && list && n < cap; r = r->next)
-        if (r->announced) {
-            hx_region_ref(r);
-            list[n++] = r;
-        }
+    size_t n = 0, count = 0;
+    for (hx_region_t *r = engine->regions; r; r = r->next)
+        count += r->announced;
+    hx_region_t **list = hx_alloc((count + 1) * sizeof *list);
+    for (hx_region_t *r = engine->regions; r; r = r->next)
+        if (r->announced) /* which holds a reference that only this thread drops */
+            list[count - ++n] = r; /* the engine's list has the newest first; peers see the order of registration */
     pthread_mutex_unlock(&engine->regions_mu);
-    while (n) { /* the list has the newest first; peers see the order of registration */
-        send_entry(link, list[--n]);
-        hx_region_unref(list[n]);
-    }
+    send_entries(link, list, n);
     free(list);
     hx_link_send(link, HX_F_TABLE_END, 0, NULL, 0, -1);
 }
 
-void hx_frames_announce(hx_engine_t *engine, hx_region_t *region)
+void hx_frames_announce(hx_engine_t *engine, hx_region_t *const *list, size_t n)
 {
-    if (region->announced || atomic_load(&region->state) != HX_REGION_READY)
-        return;
-    region->announced = true;
+    for (size_t i = 0; i < n; i++)
+        list[i]->announced = true;
     for (hx_link_t *link = engine->control.links; link; link = link->next)
         if (!link->dead && (link->state == HX_LINK_UP || link->state == HX_LINK_WAIT_PAGE))
-            send_entry(link, region);
+            send_entries(link, list, n);
 }
 
 /* ---- mappings ---- */

@@ -39,9 +39,8 @@ bool hx_hello_admit(hx_link_t *link)
         return false;
     }
     if (cred.uid != geteuid()) {
-        hx_link_fail(link, HX_ERR_AUTH, 0,
-                     "the other side of the unix socket runs as uid %u, this engine as uid %u", cred.uid,
-                     geteuid());
+        hx_link_fail(link, HX_ERR_AUTH, 0, "the other side of the unix socket runs as uid %u, this engine as uid %u",
+                     cred.uid, geteuid());
         return false;
     }
     link->ep->pid = cred.pid; /* as seen from here; 0 when it is invisible in our pid namespace */
@@ -81,8 +80,7 @@ static size_t greet(hx_link_t *link, uint8_t out[HX_HELLO_MAX])
 }
 
 /* Checks a greeting's form and remembers who it is. False: the link has failed. */
-static bool read_greeting(hx_link_t *link, const uint8_t *body, size_t n, hx_hello_t *h,
-                          char want[HX_NAME_MAX + 1])
+static bool read_greeting(hx_link_t *link, const uint8_t *body, size_t n, hx_hello_t *h, char want[HX_NAME_MAX + 1])
 {
     hx_endpoint_t *ep = link->ep;
     if (n < sizeof *h) {
@@ -90,9 +88,8 @@ static bool read_greeting(hx_link_t *link, const uint8_t *body, size_t n, hx_hel
         return false;
     }
     memcpy(h, body, sizeof *h);
-    if (h->magic != HX_MAGIC || h->name_len == 0 || h->name_len > HX_NAME_MAX ||
-        h->want_name_len > HX_NAME_MAX || n != sizeof *h + h->name_len + h->want_name_len ||
-        memchr(body + sizeof *h, 0, n - sizeof *h)) {
+    if (h->magic != HX_MAGIC || h->name_len == 0 || h->name_len > HX_NAME_MAX || h->want_name_len > HX_NAME_MAX ||
+        n != sizeof *h + h->name_len + h->want_name_len || memchr(body + sizeof *h, 0, n - sizeof *h)) {
         hx_link_fail(link, HX_ERR_MISMATCH, 0, "not a greeting of aiohixl");
         return false;
     }
@@ -305,7 +302,7 @@ void hx_hello_frame(hx_link_t *link, const hx_frame_t *frame, const uint8_t *bod
         else
             hx_link_fail(link, HX_ERR_AUTH, 0, "the secrets differ");
     } else {
-        hx_link_fail(link, HX_ERR_MISMATCH, 0,
-                     "not a control link of aiohixl: frame type %u in the handshake", frame->type);
+        hx_link_fail(link, HX_ERR_MISMATCH, 0, "not a control link of aiohixl: frame type %u in the handshake",
+                     frame->type);
     }
 }

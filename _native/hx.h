@@ -54,9 +54,9 @@ typedef enum { HX_WRITE = 1, HX_READ = 2, HX_NOTE = 3 } hx_op_kind_t;
 typedef enum { HX_ACCESS_READ = 1, HX_ACCESS_WRITE = 2 } hx_access_t; /* what peers may do */
 typedef enum { HX_KIND_MEMFD = 1, HX_KIND_FOREIGN = 2, HX_KIND_LAYOUT = 3 } hx_kind_t;
 typedef enum {
-    HX_EV_PEER_UP = 1, /* endpoint; value: 1 when we connected, 0 when they did; token of hx_connect or 0 */
-    HX_EV_PEER_READY,  /* its region table has arrived; token as above */
-    HX_EV_PEER_LOST,   /* endpoint, status, text */
+    HX_EV_PEER_UP = 1,    /* endpoint; value: 1 when we connected, 0 when they did; token of hx_connect or 0 */
+    HX_EV_PEER_READY,     /* its region table has arrived; token as above */
+    HX_EV_PEER_LOST,      /* endpoint, status, text */
     HX_EV_CONNECT_FAILED, /* token, status, sys_errno, text */
     HX_EV_REGION_ADD,     /* endpoint, remote region; name, blob */
     HX_EV_REGION_DEL,     /* endpoint, remote region */
@@ -78,13 +78,7 @@ typedef struct {
     uint32_t status;   /* for HX_FAULT_FAIL */
     uint64_t delay_ns; /* for HX_FAULT_DELAY */
 } hx_fault_t;
-typedef enum {
-    HX_FAULT_DELAY = 1,
-    HX_FAULT_FAIL,
-    HX_FAULT_STALL,
-    HX_FAULT_WEDGE,
-    HX_FAULT_DIE
-} hx_fault_action_t;
+typedef enum { HX_FAULT_DELAY = 1, HX_FAULT_FAIL, HX_FAULT_STALL, HX_FAULT_WEDGE, HX_FAULT_DIE } hx_fault_action_t;
 
 typedef struct {
     const char *name;
@@ -97,6 +91,7 @@ typedef struct {
     uint32_t copy_threads;
     uint32_t queue_depth; /* transfers in flight per engine, a power of two */
     uint32_t peer_depth;  /* transfers in flight per peer */
+    uint32_t max_mappings; /* of peers' regions; idle ones beyond it are unmapped */
     uint64_t chunk;       /* bytes a copy thread moves before it looks at the other transfers */
     uint64_t inline_limit;
     uint64_t peer_timeout_ns;
@@ -168,7 +163,7 @@ typedef struct {
 } hx_post_t;
 
 typedef struct {
-    uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused, live_ops, live_regions, peers;
+    uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused, live_ops, live_regions, peers, mappings;
 } hx_stats_t;
 
 /* status.c */
@@ -186,8 +181,7 @@ size_t hx_engine_drain(hx_engine_t *engine, hx_completion_t *out, size_t max, bo
 hx_event_t *hx_engine_next_event(hx_engine_t *engine);
 void hx_event_free(hx_event_t *event);
 void hx_engine_stop(hx_engine_t *engine);
-void hx_engine_close_fds(
-    hx_engine_t *engine); /* after hx_engine_stop, once nobody watches the descriptor any more */
+void hx_engine_close_fds(hx_engine_t *engine); /* after hx_engine_stop, once nobody watches the descriptor any more */
 void hx_engine_free(hx_engine_t *engine);
 /* Around fork(): lock, then unlock in the parent, or let go of the descriptors in the child. */
 void hx_engine_before_fork(hx_engine_t *engine);
@@ -246,8 +240,7 @@ void hx_rregion_unref(hx_rregion_t *rregion);
 
 /* op.c: *done_p true: it completed inside the call, this answer is its completion, and *handle_p the nanoseconds it took.
  * HX_ERR_BOUNDS sets *index_p to the row of the whole call that is to blame. */
-hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p,
-                    bool *done_p);
+hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p, bool *done_p);
 
 /* provider.c */
 size_t hx_provider_count(void);

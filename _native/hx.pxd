@@ -71,6 +71,7 @@ cdef extern from "hx.h" nogil:
         uint32_t copy_threads
         uint32_t queue_depth
         uint32_t peer_depth
+        uint32_t max_mappings
         uint64_t chunk
         uint64_t inline_limit
         uint64_t peer_timeout_ns
@@ -134,7 +135,7 @@ cdef extern from "hx.h" nogil:
         size_t topic_len
 
     ctypedef struct hx_stats_t:
-        uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused, live_ops, live_regions, peers
+        uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused, live_ops, live_regions, peers, mappings
 
     const char *hx_status_name(hx_status_t status)
     size_t hx_status_count()
@@ -199,7 +200,8 @@ cdef extern from "hx.h" nogil:
     void hx_rregion_ref(hx_rregion_t *rregion)
     void hx_rregion_unref(hx_rregion_t *rregion)
 
-    hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p, hx_bool *done_p)
+    hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p,
+                        hx_bool *done_p)
 
     size_t hx_provider_count()
     const char *hx_provider_name(size_t i)

@@ -85,8 +85,7 @@ void hx_link_fail(hx_link_t *link, hx_status_t status, int err, const char *form
     if (up) {
         hx_endpoint_lose(ep, HX_ERR_PEER_LOST, text);
     } else if (link->outgoing) {
-        hx_event_t ev = {
-            .kind = HX_EV_CONNECT_FAILED, .status = status, .sys_errno = err, .token = ep->token};
+        hx_event_t ev = {.kind = HX_EV_CONNECT_FAILED, .status = status, .sys_errno = err, .token = ep->token};
         hx_event_emit(engine, ev, NULL, 0, text, strlen(text));
     } else {
         hx_event_t ev = {.kind = HX_EV_REFUSED, .status = status, .sys_errno = err};
@@ -153,8 +152,7 @@ void hx_link_flush(hx_link_t *link)
     want_write(link, link->tx_head != NULL);
 }
 
-void hx_link_send(hx_link_t *link, hx_frame_type_t type, uint64_t arg, const struct iovec *parts, int nparts,
-                  int fd)
+void hx_link_send(hx_link_t *link, hx_frame_type_t type, uint64_t arg, const struct iovec *parts, int nparts, int fd)
 {
     size_t len = sizeof(hx_frame_t);
     for (int i = 0; i < nparts; i++)
@@ -228,21 +226,18 @@ static void parse(hx_link_t *link)
         hx_frame_t frame;
         memcpy(&frame, link->rx + at, sizeof frame);
         /* A stranger has no business with long frames: bounded before anything grows. */
-        size_t max = link->state == HX_LINK_UP || link->state == HX_LINK_WAIT_PAGE
-                         ? HX_FRAME_MAX
-                         : sizeof frame + HX_HELLO_MAX;
+        size_t max =
+            link->state == HX_LINK_UP || link->state == HX_LINK_WAIT_PAGE ? HX_FRAME_MAX : sizeof frame + HX_HELLO_MAX;
         if (frame.length < sizeof frame || frame.length > max || frame.nfds > 1) {
-            hx_link_fail(link, HX_ERR_MISMATCH, 0,
-                         "not a control link of aiohixl: frame of %u bytes, type %u", frame.length,
-                         frame.type);
+            hx_link_fail(link, HX_ERR_MISMATCH, 0, "not a control link of aiohixl: frame of %u bytes, type %u",
+                         frame.length, frame.type);
             return;
         }
         if (link->rx_len - at < frame.length) {
             if (frame.length > link->rx_cap) {
                 uint8_t *rx = realloc(link->rx, frame.length + RX_STEP);
                 if (!rx) {
-                    hx_link_fail(link, HX_ERR_NO_MEMORY, ENOMEM, "no memory for a frame of %u bytes",
-                                 frame.length);
+                    hx_link_fail(link, HX_ERR_NO_MEMORY, ENOMEM, "no memory for a frame of %u bytes", frame.length);
                     return;
                 }
                 link->rx = rx;
@@ -313,8 +308,8 @@ int hx_listen_unix(const char *path, char text[HX_TEXT_MAX])
 {
     struct sockaddr_un sa = {.sun_family = AF_UNIX};
     if (strlen(path) >= sizeof sa.sun_path) {
-        snprintf(text, HX_TEXT_MAX, "the unix socket path is longer than %zu bytes: %.120s",
-                 sizeof sa.sun_path - 1, path);
+        snprintf(text, HX_TEXT_MAX, "the unix socket path is longer than %zu bytes: %.120s", sizeof sa.sun_path - 1,
+                 path);
         return -1;
     }
     strcpy(sa.sun_path, path);
@@ -419,10 +414,8 @@ void hx_link_connect(hx_engine_t *engine, const hx_command_t *cmd)
     if (fd < 0 || (err && err != EINPROGRESS)) {
         char text[HX_TEXT_MAX];
         snprintf(text, sizeof text, "%s", strerror(err));
-        hx_event_t ev = {.kind = HX_EV_CONNECT_FAILED,
-                         .status = HX_ERR_UNREACHABLE,
-                         .sys_errno = err,
-                         .token = cmd->token};
+        hx_event_t ev = {
+            .kind = HX_EV_CONNECT_FAILED, .status = HX_ERR_UNREACHABLE, .sys_errno = err, .token = cmd->token};
         hx_event_emit(engine, ev, NULL, 0, text, strlen(text));
         if (fd >= 0)
             close(fd);

@@ -132,11 +132,9 @@ struct hx_link {
 
 /* link.c: sockets and frames */
 hx_link_t *hx_link_new(hx_engine_t *engine, int fd, bool tcp, bool outgoing);
-void hx_link_close(
-    hx_link_t *link); /* marks it dead; control.c frees dead links after each round of events */
+void hx_link_close(hx_link_t *link); /* marks it dead; control.c frees dead links after each round of events */
 void hx_link_free(hx_link_t *link);
-void hx_link_send(hx_link_t *link, hx_frame_type_t type, uint64_t arg, const struct iovec *parts, int nparts,
-                  int fd);
+void hx_link_send(hx_link_t *link, hx_frame_type_t type, uint64_t arg, const struct iovec *parts, int nparts, int fd);
 void hx_link_flush(hx_link_t *link);
 void hx_link_receive(hx_link_t *link);
 int hx_link_take_fd(hx_link_t *link); /* -1: the peer sent none */
@@ -156,7 +154,7 @@ void hx_hello_frame(hx_link_t *link, const hx_frame_t *frame, const uint8_t *bod
 /* frames.c: everything after the handshake */
 void hx_frames_handle(hx_link_t *link, const hx_frame_t *frame, const uint8_t *body, size_t n);
 void hx_frames_send_table(hx_link_t *link);
-void hx_frames_announce(hx_engine_t *engine, hx_region_t *region);
+void hx_frames_announce(hx_engine_t *engine, hx_region_t *const *list, size_t n);
 void hx_frames_pump_notes(hx_endpoint_t *ep);
 
 /* revoke.c: the owner's side of taking memory back */

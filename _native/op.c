@@ -10,8 +10,7 @@
 
 #include "provider.h"
 
-#define HEAP_LIMIT \
-    (512ull << 20) /* bytes of descriptors in flight per engine; one operation may pass it alone */
+#define HEAP_LIMIT (512ull << 20) /* bytes of descriptors in flight per engine; one operation may pass it alone */
 
 hx_status_t hx_op_pool_init(hx_engine_t *engine)
 {
@@ -239,8 +238,8 @@ static bool in_bounds(uint64_t off, uint64_t n, uint64_t nbytes)
     return off <= nbytes && n <= nbytes - off;
 }
 
-static hx_status_t check_segment(const hx_endpoint_t *ep, const hx_post_t *post, const hx_segment_t *seg,
-                                 size_t base, uint64_t *index_p)
+static hx_status_t check_segment(const hx_endpoint_t *ep, const hx_post_t *post, const hx_segment_t *seg, size_t base,
+                                 uint64_t *index_p)
 {
     const hx_region_t *local = seg->local;
     const hx_rregion_t *remote = seg->remote;
@@ -251,13 +250,12 @@ static hx_status_t check_segment(const hx_endpoint_t *ep, const hx_post_t *post,
     if (state == HX_REGION_FAILED || state == HX_REGION_CLOSING)
         return HX_ERR_REGION_CLOSED;
     /* Serials are per engine: another engine's peer may have the same one. */
-    if (remote->engine != ep->engine || remote->ep_serial != ep->serial || atomic_load(&remote->dead) || remote->rkey != seg->rkey ||
-        !(remote->access & need))
+    if (remote->engine != ep->engine || remote->ep_serial != ep->serial || atomic_load(&remote->dead) ||
+        remote->rkey != seg->rkey || !(remote->access & need))
         return HX_ERR_REMOTE_ACCESS;
     for (size_t i = 0; i < seg->n; i++) {
         uint64_t n = seg->nbytes ? seg->nbytes[i] : seg->each;
-        if (!in_bounds(seg->local_off[i], n, local->nbytes) ||
-            !in_bounds(seg->remote_off[i], n, remote->nbytes)) {
+        if (!in_bounds(seg->local_off[i], n, local->nbytes) || !in_bounds(seg->remote_off[i], n, remote->nbytes)) {
             *index_p = base + i;
             return HX_ERR_BOUNDS;
         }
@@ -274,8 +272,8 @@ static hx_status_t load(hx_op_t *op, const hx_post_t *post, size_t ndescs)
     op->nparts = op->ndescs = 0;
     op->heap_bytes = 0;
     op->nbytes = 0;
-    uint64_t heap = (post->nsegments > 1 ? post->nsegments * sizeof(hx_part_t) : 0) +
-                    (ndescs > 1 ? ndescs * sizeof(hx_desc_t) : 0);
+    uint64_t heap =
+        (post->nsegments > 1 ? post->nsegments * sizeof(hx_part_t) : 0) + (ndescs > 1 ? ndescs * sizeof(hx_desc_t) : 0);
     if (heap) {
         uint64_t in_use = atomic_fetch_add(&engine->heap_bytes, heap);
         op->heap_bytes = heap;
@@ -374,8 +372,7 @@ static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t 
     hx_status_t status;
 
     if (atomic_load(&ep->state) != HX_EP_UP)
-        return atomic_load(&ep->state) == HX_EP_LOST ? (hx_status_t)atomic_load(&ep->lost_status)
-                                                     : HX_ERR_PEER_LOST;
+        return atomic_load(&ep->state) == HX_EP_LOST ? (hx_status_t)atomic_load(&ep->lost_status) : HX_ERR_PEER_LOST;
     if (post->has_note && (post->note_len > HX_NOTE_MAX || post->topic_len > HX_TOPIC_MAX))
         return HX_ERR_CONFIG;
     for (size_t s = 0; s < post->nsegments; s++) {
@@ -434,8 +431,7 @@ static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t 
     return HX_OK;
 }
 
-hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p,
-                    bool *done_p)
+hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p, bool *done_p)
 {
     hx_engine_t *engine = ep->engine;
     /* hx_engine_stop sets `stopping` and then waits for this count: no post is half done when the threads go. */

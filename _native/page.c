@@ -46,8 +46,7 @@ hx_page_t *hx_page_create(int *fd_p)
     int fd = memfd_create("aiohixl-page", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
         return NULL;
-    if (ftruncate(fd, PAGE_BYTES) < 0 || fallocate(fd, 0, 0, PAGE_BYTES) < 0 ||
-        fcntl(fd, F_ADD_SEALS, SEALS) < 0) {
+    if (ftruncate(fd, PAGE_BYTES) < 0 || fallocate(fd, 0, 0, PAGE_BYTES) < 0 || fcntl(fd, F_ADD_SEALS, SEALS) < 0) {
         close(fd);
         return NULL;
     }

@@ -25,8 +25,8 @@ hx_status_t hx_provider_probe(size_t i, char text[HX_TEXT_MAX])
     return providers[i]->probe(text);
 }
 
-const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *local,
-                                       const hx_rregion_t *remote, char text[HX_TEXT_MAX])
+const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
+                                       char text[HX_TEXT_MAX])
 {
     for (size_t i = 0; i < COUNT; i++)
         if (providers[i]->route(ep, local, remote, text) == HX_OK)
@@ -39,8 +39,7 @@ hx_status_t hx_providers_open(hx_engine_t *engine)
     for (size_t i = 0; i < COUNT; i++) {
         if (providers[i]->abi != HX_PROVIDER_ABI)
             return HX_ERR_INTERNAL;
-        hx_status_t status =
-            providers[i]->open ? providers[i]->open(engine, &engine->provider_state[i]) : HX_OK;
+        hx_status_t status = providers[i]->open ? providers[i]->open(engine, &engine->provider_state[i]) : HX_OK;
         if (status != HX_OK)
             return status;
     }

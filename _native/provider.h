@@ -36,8 +36,8 @@ struct hx_provider {
 };
 
 /* The provider that carries a transfer of this endpoint between the two regions, or NULL with the reason. */
-const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *local,
-                                       const hx_rregion_t *remote, char text[HX_TEXT_MAX]);
+const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
+                                       char text[HX_TEXT_MAX]);
 hx_status_t hx_providers_open(hx_engine_t *engine);
 void hx_providers_close(hx_engine_t *engine);
 uint64_t hx_providers_tick(hx_engine_t *engine, uint64_t now_ns);

@@ -16,15 +16,10 @@
 
 #include "copy.h"
 #include "provider.h"
-
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
+#include "sys.h"
 
 #define GROUP_DESCS 64
-#define GROUP_BYTES \
-    (64u << 10) /* small rows are announced together: a fence each would cost as much as their copy */
+#define GROUP_BYTES (64u << 10) /* small rows are announced together: a fence each would cost as much as their copy */
 #define FAULT_AHEAD (64u << 10) /* populate at once what a copy of at least this size is about to touch */
 
 static hx_status_t probe(char text[HX_TEXT_MAX])
@@ -68,9 +63,8 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
     }
     if (text)
         snprintf(text, HX_TEXT_MAX, "%s",
-                 remote->kind == HX_KIND_MEMFD
-                     ? "same host, memory allocated by the peer's engine: mapped, one memcpy"
-                     : "same host, foreign memory: process_vm_readv/writev");
+                 remote->kind == HX_KIND_MEMFD ? "same host, memory allocated by the peer's engine: mapped, one memcpy"
+                                               : "same host, foreign memory: process_vm_readv/writev");
     return HX_OK;
 }
 
@@ -141,8 +135,7 @@ static void populate_ahead(hx_rregion_t *r, uint64_t off, uint64_t n)
 }
 
 typedef struct {
-    struct iovec local[GROUP_DESCS],
-        remote[GROUP_DESCS]; /* remote: offsets until the kind of memory is known */
+    struct iovec local[GROUP_DESCS], remote[GROUP_DESCS]; /* remote: offsets until the kind of memory is known */
     size_t n;
     uint64_t lo, hi, nbytes;
 } hx_group_t;
@@ -171,12 +164,12 @@ static hx_status_t copy_foreign(const hx_op_t *op, const hx_rregion_t *r, hx_gro
         rm[i].iov_base = (void *)(uintptr_t)(r->addr + (uintptr_t)rm[i].iov_base);
     while (n) {
         if (poll(&pfd, 1, 0) != 0)
-            return HX_ERR_PEER_LOST; /* the pid is no longer the peer's */
+            return HX_AGAIN; /* it has ended, and the control thread is about to say so, to everybody at once */
         ssize_t done = op->kind == HX_WRITE ? process_vm_writev(op->ep->pid, l, n, rm, n, 0)
                                             : process_vm_readv(op->ep->pid, l, n, rm, n, 0);
         if (done <= 0) {
             *errno_p = done < 0 ? errno : EFAULT;
-            return *errno_p == ESRCH ? HX_ERR_PEER_LOST : HX_ERR_FAULT;
+            return *errno_p == ESRCH ? HX_AGAIN : HX_ERR_FAULT; /* ESRCH: it is ending, as above */
         }
         for (; n && (size_t)done >= l->iov_len; l++, rm++, n--)
             done -= (ssize_t)l->iov_len;
@@ -262,8 +255,7 @@ static bool try_inline(hx_op_t *op)
     hx_region_t *local = op->parts[0].local;
     hx_rregion_t *r = op->parts[0].remote;
     /* Populated mappings on both sides only: a page fault, or a peer's foreign memory, can make the loop wait. */
-    if (local->kind != HX_KIND_MEMFD || atomic_load(&local->state) != HX_REGION_READY ||
-        !atomic_load(&r->populated))
+    if (local->kind != HX_KIND_MEMFD || atomic_load(&local->state) != HX_REGION_READY || !atomic_load(&r->populated))
         return false;
     hx_revoked_set_t *revoked = &ep->revoked;
     int bit = take_slot(ep);
@@ -273,10 +265,9 @@ static bool try_inline(hx_op_t *op)
     const hx_desc_t *d = op->descs;
     hx_page_publish(ep->mine, slot, r->id, d->remote_off, d->remote_off + d->nbytes);
     /* Anything that needs the lock of the revoked set goes to the copy threads. */
-    bool ok = hx_page_revoke_seq(ep->mine) == atomic_load(&revoked->applied) &&
-              !atomic_load(&revoked->n_sticky) && op->epoch >= atomic_load(&revoked->newest) &&
-              op->epoch >= atomic_load(&revoked->min_epoch) && !atomic_load(&r->dead) &&
-              atomic_load(&ep->state) == HX_EP_UP;
+    bool ok = hx_page_revoke_seq(ep->mine) == atomic_load(&revoked->applied) && !atomic_load(&revoked->n_sticky) &&
+              op->epoch >= atomic_load(&revoked->newest) && op->epoch >= atomic_load(&revoked->min_epoch) &&
+              !atomic_load(&r->dead) && atomic_load(&ep->state) == HX_EP_UP;
     if (ok && op->kind == HX_WRITE)
         memcpy(r->base + d->remote_off, local->base + d->local_off, d->nbytes);
     else if (ok)

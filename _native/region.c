@@ -10,12 +10,7 @@
 #include <unistd.h>
 
 #include "core.h"
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
-
-#define POPULATE_STEP (32ull << 20) /* so that close() need not wait for a whole region */
+#include "sys.h"
 
 static hx_region_t *region_new(hx_engine_t *engine, uint32_t kind, uint64_t nbytes, uint32_t access)
 {
@@ -68,17 +63,15 @@ static void populate(hx_job_t *job)
     free(job);
     /* fallocate first: where memory is short it answers ENOSPC, and a peer that touches the pages later cannot be killed by
      * SIGBUS. Populating alone warms our own page table; fallocate alone does not. */
-    for (uint64_t off = 0; off < region->map_len && !err && !atomic_load(&engine->stopping);
-         off += POPULATE_STEP) {
-        uint64_t left = region->map_len - off, n = left < POPULATE_STEP ? left : POPULATE_STEP;
+    for (uint64_t off = 0; off < region->map_len && !err && !atomic_load(&engine->stopping); off += HX_POPULATE_STEP) {
+        uint64_t left = region->map_len - off, n = left < HX_POPULATE_STEP ? left : HX_POPULATE_STEP;
         while (fallocate(region->memfd, 0, (off_t)off, (off_t)n) < 0)
             if (errno != EINTR) {
                 err = errno;
                 break;
             }
         /* EINVAL: a kernel before 5.14, where the first touch pays. */
-        if (!err && madvise(region->base + off, n, MADV_POPULATE_WRITE) < 0 && errno != EINVAL &&
-            errno != EINTR)
+        if (!err && madvise(region->base + off, n, MADV_POPULATE_WRITE) < 0 && errno != EINVAL && errno != EINTR)
             err = errno;
     }
     if (atomic_load(&engine->stopping) && !err)
@@ -139,8 +132,7 @@ hx_status_t hx_region_view(hx_region_t *parent, uint64_t offset, uint64_t nbytes
                            hx_region_t **region_p)
 {
     hx_engine_t *engine = parent->engine;
-    if (parent->kind != HX_KIND_MEMFD || !nbytes || offset > parent->nbytes ||
-        nbytes > parent->nbytes - offset)
+    if (parent->kind != HX_KIND_MEMFD || !nbytes || offset > parent->nbytes || nbytes > parent->nbytes - offset)
         return HX_ERR_BOUNDS;
     if (atomic_load(&engine->stopping))
         return HX_ERR_CLOSED;
@@ -260,13 +252,25 @@ void hx_region_unref(hx_region_t *region)
     unlink_region(region);
     if (region->parent) {
         hx_region_unref(region->parent);
-    } else if (region->memfd >= 0) {
+    } else if (region->map_len) {
         munmap(region->base, region->map_len);
-        close(region->memfd);
+        if (region->memfd >= 0)
+            close(region->memfd);
     }
     free(region->name);
     free(region->blob);
     free(region);
+}
+
+/* In a forked child, which may go on reading what it inherited, but has no use for the files. */
+void hx_regions_forked(hx_engine_t *engine)
+{
+    for (hx_region_t *r = engine->regions; r; r = r->next) {
+        if (!r->parent && r->memfd >= 0)
+            close(r->memfd);
+        r->memfd = -1;
+    }
+    pthread_mutex_unlock(&engine->regions_mu); /* taken by hx_engine_before_fork */
 }
 
 /* Busy first, state second; deregistration sets the state first and looks at busy second: one of the two sees the

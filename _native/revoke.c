@@ -34,8 +34,7 @@ static bool process_gone(const hx_endpoint_t *ep)
     return ep->pidfd >= 0 && poll(&pfd, 1, 0) > 0;
 }
 
-static void send_spans(hx_endpoint_t *ep, hx_frame_type_t type, uint64_t region, const uint64_t *spans,
-                       size_t n)
+static void send_spans(hx_endpoint_t *ep, hx_frame_type_t type, uint64_t region, const uint64_t *spans, size_t n)
 {
     for (size_t at = 0; at < n; at += HX_SPANS_PER_FRAME) {
         size_t k = n - at < HX_SPANS_PER_FRAME ? n - at : HX_SPANS_PER_FRAME;

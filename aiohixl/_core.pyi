@@ -181,7 +181,7 @@ class Endpoint:
         self,
         kind: int,
         token: int,
-        # (local, remote, rkey, local offsets, remote offsets, lengths or one length)
+        # (local, remote, rkey, local offsets, remote offsets, length or lengths)
         segments: list[tuple[_LocalT, RemoteRegion, int, _Int64s, _Int64s, int | _Int64s]],
         *,
         epoch: int = ...,

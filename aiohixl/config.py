@@ -58,6 +58,7 @@ class EngineConfig:
     queue_depth: int = 16384
     peer_depth: int = 8192
     inline_limit: int = 32768
+    max_mappings: int | None = None
     peer_timeout: float = 10.0
     stall_timeout: float = 30.0
     cancel_grace: float = 1.0
@@ -120,9 +121,10 @@ class EngineConfig:
             ("peer_depth", 1, 1 << 20),
             ("inline_limit", 0, 1 << 20),
             ("copy_threads", 1, 16),
+            ("max_mappings", 4, 1 << 30),
         ):
             value = getattr(self, key)
-            if key == "copy_threads" and value is None:
+            if key in ("copy_threads", "max_mappings") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low_int <= value <= high_int:
                 raise ConfigError(f"{key}: a whole number from {low_int} to {high_int}, not {value!r}")
@@ -142,6 +144,8 @@ class EngineConfig:
         }
         if self.copy_threads is not None:
             out["copy_threads"] = self.copy_threads
+        if self.max_mappings is not None:
+            out["max_mappings"] = self.max_mappings
         return out
 
 

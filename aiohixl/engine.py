@@ -44,7 +44,7 @@ __all__ = ["Engine"]
 _PART = "{cache}\n{slot}"  # the name of a KV cache's part; users' names have no line feed
 _UNPARK_PER_ROUND = 512
 T = TypeVar("T")
-_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+_live: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 
 class Engine:
@@ -64,6 +64,8 @@ class Engine:
         copy_threads: native threads that copy; default the cores, at most 4.
         queue_depth, peer_depth: transfers in flight in the native core, in all and per peer; more park.
         inline_limit: bytes up to which a write between allocated regions is done inside the post.
+        max_mappings: mappings of peers' regions; idle ones beyond it are dropped until their next use; default half of
+            the kernel's vm.max_map_count.
         peer_timeout: seconds without a sign of life after which a peer that we wait for is lost.
         stall_timeout: seconds without progress after which a transfer fails.
         cancel_grace: seconds that a cancelled transfer, or a revoked peer, has to let go of memory.
@@ -153,7 +155,7 @@ class Engine:
         self._queue = CompletionQueue(self._core, loop, self._on_event)
         self._queue.after_drain = self._after_drain
         self._queue.start()
-        _live.add(self)
+        _live[id(self)] = self
         if config.rendezvous is not None:
             try:
                 await self._join(config.rendezvous)
@@ -291,7 +293,7 @@ class Engine:
         self._named.clear()
         if self._socket is not None:
             self._socket.close()
-        _live.discard(self)
+        _live.pop(id(self), None)
 
     def __del__(self) -> None:
         if self._core is None or self._closed or self._forked:
@@ -848,22 +850,34 @@ async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> lis
         raise ConfigError(f"host {host!r} cannot be resolved: {exc}") from None
 
 
+# Other threads may run between these hooks, and may start, drop or fork too: one fork at a time, and each engine that was
+# locked before is held, and let go after.
+_fork_lock = threading.Lock()
+_forking: list[Engine] = []
+
+
 def _before_fork() -> None:
-    for engine in list(_live):
+    _fork_lock.acquire()
+    _forking.extend(engine for ref in _live.valuerefs() if (engine := ref()) is not None)
+    for engine in _forking:
         engine._native().before_fork()
 
 
 def _after_fork_in_parent() -> None:
-    for engine in list(_live):
+    for engine in _forking:
         engine._native().after_fork()
+    _forking.clear()
+    _fork_lock.release()
 
 
 def _after_fork_in_child() -> None:
-    for engine in list(_live):
+    for engine in _forking:
         engine._native().forked()
         engine._forked = True
         if engine._socket is not None:
             engine._socket.forget()
+    _forking.clear()
+    _fork_lock.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -140,12 +140,7 @@ class Peer:
             try:
                 self._kv_ids[name] = decode_announcement(blob)
             except HixlError as exc:
-                self._queue.loop.call_exception_handler(
-                    {
-                        "message": f"peer {self.name!r} announced a KV cache that cannot be used",
-                        "exception": exc,
-                    }
-                )
+                self._unusable_cache(exc)
         else:
             self._regions[handle.id] = RemoteRegion(handle, name, self.name)
         self._complete_caches()
@@ -164,12 +159,12 @@ class Peer:
                 try:
                     self._kv[name] = RemoteKV(name, self.name, layout, [self._regions[i] for i in ids])
                 except HixlError as exc:
-                    self._queue.loop.call_exception_handler(
-                        {
-                            "message": f"peer {self.name!r} announced a KV cache that cannot be used",
-                            "exception": exc,
-                        }
-                    )
+                    self._unusable_cache(exc)
+
+    def _unusable_cache(self, error: HixlError) -> None:
+        self._queue.loop.call_exception_handler(
+            {"message": f"peer {self.name!r} announced a KV cache that cannot be used", "exception": error}
+        )
 
     def became_lost(self, status: str, text: str) -> None:
         self._lost = make_error(status, f"peer {self.name!r} is lost: {text}; connect again")
@@ -253,10 +248,10 @@ class Peer:
     def write_many(
         self,
         local: Region,
-        local_offsets: Sequence[int] | npt.NDArray[Any],
+        local_offsets: Offsets,
         remote: RemoteRegion,
-        remote_offsets: Sequence[int] | npt.NDArray[Any],
-        nbytes: int | Sequence[int] | npt.NDArray[Any],
+        remote_offsets: Offsets,
+        nbytes: int | Offsets,
         *,
         note: bytes | None = None,
         topic: str = "",
@@ -271,10 +266,10 @@ class Peer:
     def read_many(
         self,
         local: Region,
-        local_offsets: Sequence[int] | npt.NDArray[Any],
+        local_offsets: Offsets,
         remote: RemoteRegion,
-        remote_offsets: Sequence[int] | npt.NDArray[Any],
-        nbytes: int | Sequence[int] | npt.NDArray[Any],
+        remote_offsets: Offsets,
+        nbytes: int | Offsets,
     ) -> Transfer:
         """`write_many` in the other direction."""
         return self._many("read", local, local_offsets, remote, remote_offsets, nbytes, None, "")
@@ -429,7 +424,7 @@ class Peer:
             if kind == "read" and region.readonly:
                 region.refuse_read()
             if region._quarantine:
-                for off, size in zip(lo.tolist(), [n] * len(lo) if isinstance(n, int) else n.tolist(), strict=True):
+                for off, size in _spans(lo, n):
                     region.check_quarantine(off, size)
         transfer = Transfer(self, self._queue, kind, nbytes, segments)
         entry = _Parked(transfer, segments, epoch, payload, topic_bytes, aborted)
@@ -618,14 +613,15 @@ def _row(segments: list[Segment], index: int) -> str:
     return ""
 
 
-def _local_spans(keep: Any) -> list[tuple[Region, tuple[tuple[int, int], ...]]]:
+def _spans(offsets: npt.NDArray[np.int64], n: int | npt.NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
+    sizes = [n] * len(offsets) if isinstance(n, int) else n.tolist()
+    return tuple(zip(offsets.tolist(), sizes, strict=True))
+
+
+def _local_spans(keep: Region | list[Segment] | None) -> list[tuple[Region, tuple[tuple[int, int], ...]]]:
     if isinstance(keep, Region):
         return [(keep, ((0, keep.nbytes),))]
-    out = []
-    for region, _, _, lo, _, n in keep or ():
-        sizes = [n] * len(lo) if isinstance(n, int) else n.tolist()
-        out.append((region, tuple(zip(lo.tolist(), sizes, strict=True))))
-    return out
+    return [(region, _spans(lo, n)) for region, _, _, lo, _, n in keep or ()]
 
 
 def unreachable(target: str, tried: list[str]) -> PeerUnreachableError:

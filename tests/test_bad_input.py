@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +14,7 @@ import pytest
 import pytest_asyncio
 from conftest import Start
 from ground import NBYTES, Ground, noise
+from processes import forked
 
 import aiohixl
 from aiohixl.testing import FaultPlan
@@ -31,30 +31,29 @@ async def ground(pair: tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer]) -> A
 # ---- spans ----
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        slice(-1, None),
-        slice(0, -1),
-        slice(8, 4),
-        slice(0, NBYTES + 1),
-        slice(NBYTES + 1, NBYTES + 2),
-        slice(0, 1 << 64),
-        slice(0, 8, 2),
-        slice(8, 0, -1),
-        slice(0.0, 8.0),
-        slice("a", "b"),
-        5,
-        (1, 2),
-        None,
-        ...,
-    ],
-    ids=str,
-)
-async def test_contract_10_spans_that_are_not_inside(ground: Ground, key: Any) -> None:
-    for what in (ground.source, ground.remote, ground.source[:], ground.remote[:]):
-        with pytest.raises(aiohixl.RegionError):
-            what[key]
+NOT_INSIDE: list[Any] = [
+    slice(-1, None),
+    slice(0, -1),
+    slice(8, 4),
+    slice(0, NBYTES + 1),
+    slice(NBYTES + 1, NBYTES + 2),
+    slice(0, 1 << 64),
+    slice(0, 8, 2),
+    slice(8, 0, -1),
+    slice(0.0, 8.0),
+    slice("a", "b"),
+    5,
+    (1, 2),
+    None,
+    ...,
+]
+
+
+async def test_contract_10_spans_that_are_not_inside(ground: Ground) -> None:
+    for key in NOT_INSIDE:
+        for what in (ground.source, ground.remote, ground.source[:], ground.remote[:]):
+            with pytest.raises(aiohixl.RegionError):
+                what[key]
     await ground.still_good()
 
 
@@ -122,59 +121,60 @@ async def test_unequal_lengths(ground: Ground) -> None:
 
 
 @pytest.mark.parametrize("side", ["local", "remote"])
-@pytest.mark.parametrize("bad", [-1, NBYTES - 7, NBYTES, NBYTES + 1, 1 << 62, -(1 << 63)])
-@pytest.mark.parametrize("index", [0, 3, 9])
-async def test_contract_07_a_row_out_of_bounds_is_named(ground: Ground, side: str, bad: int, index: int) -> None:
-    good, offsets = np.arange(10, dtype=np.int64) * 64, np.arange(10, dtype=np.int64) * 64
-    offsets[index] = bad
-    los, ros = (offsets, good) if side == "local" else (good, offsets)
-    for post_many in (ground.peer.write_many, ground.peer.read_many):
-        with pytest.raises(aiohixl.RegionError, match=rf"\(row {index}: 8 bytes"):
-            post_many(ground.source, los, ground.remote, ros, 8)
+async def test_contract_07_a_row_out_of_bounds_is_named(ground: Ground, side: str) -> None:
+    good = np.arange(10, dtype=np.int64) * 64
+    for bad in (-1, NBYTES - 7, NBYTES, NBYTES + 1, 1 << 62, -(1 << 63)):
+        for index in (0, 3, 9):
+            offsets = good.copy()
+            offsets[index] = bad
+            los, ros = (offsets, good) if side == "local" else (good, offsets)
+            for post_many in (ground.peer.write_many, ground.peer.read_many):
+                with pytest.raises(aiohixl.RegionError, match=rf"\(row {index}: 8 bytes"):
+                    post_many(ground.source, los, ground.remote, ros, 8)
     await ground.still_good()
 
 
-@pytest.mark.parametrize(
-    ("los", "ros", "nbytes"),
-    [
-        ([0], [0], -1),
-        ([0, 8], [0, 8], [8, -8]),
-        ([0], [0], NBYTES + 1),
-        ([0], [0], 1 << 63),
-        ([0], [0], 1 << 64),
-        ([0], [0], 1 << 100),
-        ([0, 8], [0, 8], 1 << 62),
-        ([1, 1], [1, 1], [(1 << 63) - 1, (1 << 63) - 1]),
-        ([0.0], [0], 8),
-        ([0], [0], 8.0),
-        ([0], [0], "8"),
-        ([0], [0], None),
-        ([0], [0], True),
-        ([True], [0], 8),
-        (None, [0], 8),
-        ("0", [0], 8),
-        ([[0]], [0], 8),
-        ([[0], [1, 2]], [0], 8),
-        ([1 << 64], [0], 8),
-        (np.array([1 << 63], np.uint64), [0], 8),
-        ({0: 0}, [0], 8),
-    ],
-    ids=str,
-)
-async def test_contract_07_rows_that_are_no_rows(ground: Ground, los: Any, ros: Any, nbytes: Any) -> None:
-    for post_many in (ground.peer.write_many, ground.peer.read_many):
-        with pytest.raises(aiohixl.RegionError):
-            post_many(ground.source, los, ground.remote, ros, nbytes)
+NO_ROWS: list[tuple[Any, Any, Any]] = [
+    ([0], [0], -1),
+    ([0, 8], [0, 8], [8, -8]),
+    ([0], [0], NBYTES + 1),
+    ([0], [0], 1 << 63),
+    ([0], [0], 1 << 64),
+    ([0], [0], 1 << 100),
+    ([0, 8], [0, 8], 1 << 62),
+    ([1, 1], [1, 1], [(1 << 63) - 1, (1 << 63) - 1]),
+    ([0.0], [0], 8),
+    ([0], [0], 8.0),
+    ([0], [0], "8"),
+    ([0], [0], None),
+    ([0], [0], True),
+    ([True], [0], 8),
+    (None, [0], 8),
+    ("0", [0], 8),
+    ([[0]], [0], 8),
+    ([[0], [1, 2]], [0], 8),
+    ([1 << 64], [0], 8),
+    (np.array([1 << 63], np.uint64), [0], 8),
+    ({0: 0}, [0], 8),
+]
+
+
+async def test_contract_07_rows_that_are_no_rows(ground: Ground) -> None:
+    for row in NO_ROWS:
+        for post_many in (ground.peer.write_many, ground.peer.read_many):
+            with pytest.raises(aiohixl.RegionError):
+                post_many(ground.source, row[0], ground.remote, row[1], row[2])
+    assert ground.a.stats()["pending"] == 0
     await ground.still_good()
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 63), (63, 0), (4096, 4033)])
-async def test_overlapping_destinations(ground: Ground, first: int, second: int) -> None:
-    for post_many, destination in ((ground.peer.write_many, "ro"), (ground.peer.read_many, "lo")):
-        free, clash = [8192, 16384, 32768], [first, 8192, second]
-        los, ros = (free, clash) if destination == "ro" else (clash, free)
+async def test_overlapping_destinations(ground: Ground) -> None:
+    free = [8192, 16384, 32768]
+    for clash in ([0, 8192, 0], [0, 8192, 63], [63, 8192, 0], [4096, 8192, 4033]):
         with pytest.raises(aiohixl.RegionError, match=r"same destination bytes.*\(row 2\)"):
-            await post_many(ground.source, los, ground.remote, ros, 64)
+            await ground.peer.write_many(ground.source, free, ground.remote, clash, 64)
+        with pytest.raises(aiohixl.RegionError, match=r"same destination bytes.*\(row 2\)"):
+            await ground.peer.read_many(ground.source, clash, ground.remote, free, 64)
     await ground.still_good()
 
 
@@ -437,21 +437,21 @@ async def test_an_engine_of_another_thread_and_loop(ground: Ground) -> None:
 
 
 async def test_contract_12_an_engine_in_a_forked_child(ground: Ground) -> None:
-    uses = [use for use in _uses(ground)[:9]]
-    uses += [lambda: ground.peer.write(ground.source, ground.remote), lambda: ground.peer.notify(b"x")]
-    inbox, outbox = os.pipe()
+    peer, cache = ground.peer, ground.a.register_kv([np.zeros((2, 4), np.float32)], "kv")
+    ground.b.register_kv([np.zeros((2, 4), np.float32)], "kv")
+    there = await peer.kv("kv")
+    uses = _uses(ground)[:9]
+    uses += [
+        lambda: peer.write(ground.source, ground.remote),
+        lambda: peer.read(ground.source, ground.remote),
+        lambda: peer.write(ground.source, ground.remote, note=b"x"),
+        lambda: peer.notify(b"x"),
+        lambda: peer.write_kv(cache, [0], [1], remote=there),
+        lambda: peer.stream_kv(cache, [0], [1], remote=there).__aenter__().send(None).post(0),  # type: ignore[func-returns-value]
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork() beside threads: that is the question here
-        pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(outbox, "\n".join(_outcomes(uses)).encode())
-        finally:
-            os._exit(0)
-    os.close(outbox)
-    with os.fdopen(inbox, "rb") as pipe:
-        outcomes = pipe.read().decode().split("\n")
-    assert os.waitpid(pid, 0)[1] == 0
+        outcomes = forked(lambda: _outcomes(uses))
     assert len(outcomes) == len(uses)
     for outcome in outcomes:
         assert outcome.startswith("ClosedError"), outcomes

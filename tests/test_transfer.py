@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 import numpy as np
 import pytest
 
 import aiohixl
+
+Start = Callable[..., Coroutine[Any, Any, aiohixl.Engine]]
 
 Pair = tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer]
 
@@ -72,3 +77,20 @@ async def test_unequal_lengths(pair: Pair) -> None:
     await b.allocate(64, "target")
     with pytest.raises(aiohixl.RegionError, match="32 bytes here, 64 bytes"):
         peer.write(a.register(fill(32)), await peer.region("target"))
+
+
+async def test_idle_mappings_are_dropped_and_come_back(start: Start) -> None:
+    a, b = await start("a", max_mappings=8), await start("b")
+    peer = await a.connect(b.address)
+    source = await a.allocate(4096)
+    data = fill(4096)
+    np.frombuffer(source, np.uint8)[:] = data
+    targets = [await b.allocate(4096, f"r{i}") for i in range(40)]
+    remotes = [await peer.region(f"r{i}") for i in range(40)]
+    for _ in range(3):
+        for i, remote in enumerate(remotes):
+            await peer.write(source[i:], remote[i:])
+    assert a.stats()["mappings"] <= 9  # the newest may be there before the oldest has gone
+    for i, target in enumerate(targets):
+        assert (np.frombuffer(target, np.uint8)[i:] == data[i:]).all()
+        assert not np.frombuffer(target, np.uint8)[:i].any()
