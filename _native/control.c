@@ -101,8 +101,7 @@ hx_status_t hx_connect(hx_engine_t *engine, const hx_target_t *target)
     const char *address = target->path ? target->path : target->tcp_host;
     if (!cmd)
         return HX_ERR_NO_MEMORY;
-    if (!address || strlen(address) >= sizeof cmd->address ||
-        (target->name && strlen(target->name) > HX_NAME_MAX)) {
+    if (!address || strlen(address) >= sizeof cmd->address || (target->name && strlen(target->name) > HX_NAME_MAX)) {
         free(cmd);
         return HX_ERR_CONFIG;
     }

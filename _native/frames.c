@@ -60,9 +60,8 @@ static void on_region_add(hx_link_t *link, const uint8_t *body, size_t n)
         body += sizeof e;
         n -= sizeof e;
         if (e.name_len == 0 || e.name_len > HX_NAME_MAX || e.blob_len > HX_BLOB_MAX || n < e.name_len ||
-            n - e.name_len < e.blob_len || e.kind < HX_KIND_MEMFD || e.kind > HX_KIND_LAYOUT ||
-            e.nbytes > INT64_MAX || e.addr > UINT64_MAX - e.nbytes || hx_endpoint_find(ep, e.id) ||
-            ++link->nregions > HX_PEER_REGIONS_MAX) {
+            n - e.name_len < e.blob_len || e.kind < HX_KIND_MEMFD || e.kind > HX_KIND_LAYOUT || e.nbytes > INT64_MAX ||
+            e.addr > UINT64_MAX - e.nbytes || hx_endpoint_find(ep, e.id) || ++link->nregions > HX_PEER_REGIONS_MAX) {
             broken(link, "impossible region entry");
             return;
         }
@@ -119,7 +118,9 @@ static void send_entries(hx_link_t *link, hx_region_t *const *list, size_t n)
             .rkey = region->rkey,
             .nbytes = region->nbytes,
             /* An address is for process_vm_* on foreign memory only; nobody else learns one. */
-            .addr = region->kind == HX_KIND_MEMFD ? region->file_off : link->tcp ? 0 : (uintptr_t)region->base,
+            .addr = region->kind == HX_KIND_MEMFD ? region->file_off
+                    : link->tcp                   ? 0
+                                                  : (uintptr_t)region->base,
             .kind = region->kind,
             .access = region->access,
             .name_len = region->name_len,
@@ -147,7 +148,7 @@ void hx_frames_send_table(hx_link_t *link)
         count += r->announced;
     hx_region_t **list = hx_alloc((count + 1) * sizeof *list);
     for (hx_region_t *r = engine->regions; r; r = r->next)
-        if (r->announced) /* which holds a reference that only this thread drops */
+        if (r->announced)          /* which holds a reference that only this thread drops */
             list[count - ++n] = r; /* the engine's list has the newest first; peers see the order of registration */
     pthread_mutex_unlock(&engine->regions_mu);
     send_entries(link, list, n);
@@ -173,8 +174,7 @@ static void on_map_ask(hx_link_t *link, uint64_t id)
     int fd = -1;
     pthread_mutex_lock(&engine->regions_mu);
     for (hx_region_t *r = engine->regions; r; r = r->next) {
-        if (r->id != id || !r->announced || r->kind != HX_KIND_MEMFD ||
-            atomic_load(&r->state) != HX_REGION_READY)
+        if (r->id != id || !r->announced || r->kind != HX_KIND_MEMFD || atomic_load(&r->state) != HX_REGION_READY)
             continue;
         if (r->access & HX_ACCESS_WRITE) {
             fd = fcntl(r->memfd, F_DUPFD_CLOEXEC, 0);
@@ -268,8 +268,7 @@ static void on_note(hx_link_t *link, uint64_t seq, const uint8_t *body, size_t n
     link->notes_held++;
     atomic_fetch_add(&link->engine->n_notes_in, 1);
     hx_event_t ev = {.kind = HX_EV_NOTE, .ep = link->ep, .value = head.flags & 1};
-    hx_event_emit(link->engine, ev, (const char *)body, head.topic_len, body + head.topic_len,
-                  n - head.topic_len);
+    hx_event_emit(link->engine, ev, (const char *)body, head.topic_len, body + head.topic_len, n - head.topic_len);
     hx_link_send(link, HX_F_NOTE_ACK, seq, NULL, 0, -1); /* after it stands in the queue */
 }
 
@@ -372,8 +371,7 @@ void hx_frames_handle(hx_link_t *link, const hx_frame_t *frame, const uint8_t *b
             break;
         }
         link->ep->ready = true;
-        hx_event_t ev = {
-            .kind = HX_EV_PEER_READY, .ep = link->ep, .value = link->outgoing, .token = link->ep->token};
+        hx_event_t ev = {.kind = HX_EV_PEER_READY, .ep = link->ep, .value = link->outgoing, .token = link->ep->token};
         hx_event_emit(link->engine, ev, NULL, 0, NULL, 0);
         break;
     }

@@ -89,10 +89,10 @@ typedef struct {
     const char *tcp_host;  /* numeric address; NULL: no TCP listener */
     uint16_t tcp_port;
     uint32_t copy_threads;
-    uint32_t queue_depth; /* transfers in flight per engine, a power of two */
-    uint32_t peer_depth;  /* transfers in flight per peer */
+    uint32_t queue_depth;  /* transfers in flight per engine, a power of two */
+    uint32_t peer_depth;   /* transfers in flight per peer */
     uint32_t max_mappings; /* of peers' regions; idle ones beyond it are unmapped */
-    uint64_t chunk;       /* bytes a copy thread moves before it looks at the other transfers */
+    uint64_t chunk;        /* bytes a copy thread moves before it looks at the other transfers */
     uint64_t inline_limit;
     uint64_t peer_timeout_ns;
     uint64_t stall_timeout_ns;

@@ -135,7 +135,8 @@ cdef extern from "hx.h" nogil:
         size_t topic_len
 
     ctypedef struct hx_stats_t:
-        uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused, live_ops, live_regions, peers, mappings
+        uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused
+        uint64_t live_ops, live_regions, peers, mappings
 
     const char *hx_status_name(hx_status_t status)
     size_t hx_status_count()

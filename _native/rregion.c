@@ -78,7 +78,8 @@ static void populate(hx_job_t *job);
 
 static int older(const void *pa, const void *pb)
 {
-    uint64_t a = atomic_load(&(*(hx_rregion_t *const *)pa)->used_ns), b = atomic_load(&(*(hx_rregion_t *const *)pb)->used_ns);
+    uint64_t a = atomic_load(&(*(hx_rregion_t *const *)pa)->used_ns),
+             b = atomic_load(&(*(hx_rregion_t *const *)pb)->used_ns);
     return a < b ? -1 : a > b;
 }
 

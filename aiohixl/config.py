@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from aiohixl.errors import ConfigError
+from aiohixl.errors import STATUS_ERRORS, ConfigError
 
 __all__ = ["FAULT_ACTIONS", "TRANSPORTS", "EngineConfig", "Fault", "parse_host_port"]
 
@@ -76,7 +76,9 @@ class EngineConfig:
                 raise ConfigError(f"Engine has no option {key!r}{hint}")
         values = dict(options)
         if isinstance(values.get("secret"), str):
-            values["secret"] = str(values["secret"]).encode()
+            if not _encodes(secret := str(values["secret"])):
+                raise ConfigError("secret: a str that UTF-8 can encode, or bytes")
+            values["secret"] = secret.encode()
         if "transports" in values:
             values["transports"] = _transports(values["transports"])
         if "faults" in values:
@@ -96,8 +98,8 @@ class EngineConfig:
             raise ConfigError("secret: a str or bytes that is not empty")
         for key in ("rendezvous", "token", "address", "advertise", "replace"):
             value = getattr(self, key)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{key}: a str that is not empty, not {type(value).__name__}")
+            if value is not None and (not isinstance(value, str) or not value or not _encodes(value)):
+                raise ConfigError(f"{key}: a str that is not empty and fit for UTF-8, not {type(value).__name__}")
         if self.address is not None:
             host, _ = parse_host_port(self.address, "address")
             if host in ("0.0.0.0", "::") and self.advertise is None:
@@ -149,6 +151,14 @@ class EngineConfig:
         return out
 
 
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _transports(value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ConfigError(f"transports: a list of names out of {', '.join(TRANSPORTS)}, not {value!r}")
@@ -167,8 +177,14 @@ def _faults(value: object) -> tuple[Fault, ...]:
         raise ConfigError(f"faults: a FaultPlan or an iterable of Fault, not {value!r}")
     faults = tuple(value)
     for fault in faults:
-        if not isinstance(fault, Fault) or fault.action not in FAULT_ACTIONS or fault.nth < 0 or fault.delay < 0:
+        if not isinstance(fault, Fault) or fault.action not in FAULT_ACTIONS:
             raise ConfigError(f"faults: not a Fault with an action out of {', '.join(FAULT_ACTIONS)}: {fault!r}")
+        if not isinstance(fault.nth, int) or not 0 <= fault.nth < 1 << 64:
+            raise ConfigError(f"faults: nth counts transfers from 0: {fault!r}")
+        if not isinstance(fault.delay, int | float) or not 0 <= fault.delay <= _MAX_SECONDS:
+            raise ConfigError(f"faults: delay is in seconds from 0 to {_MAX_SECONDS}: {fault!r}")
+        if fault.status not in STATUS_ERRORS:
+            raise ConfigError(f"faults: status is one of {', '.join(STATUS_ERRORS)}: {fault!r}")
     return faults
 
 

@@ -100,7 +100,7 @@ class Engine:
         self._events = EventFan()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._client: Any = None
-        self._awaiting: dict[str, int] = {}
+        self._awaiting: dict[asyncio.Task[Peer], int] = {}
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._epoch = 0
         self._created: traceback.StackSummary | None = None
@@ -296,8 +296,8 @@ class Engine:
         _live.pop(id(self), None)
 
     def __del__(self) -> None:
-        if self._core is None or self._closed or self._forked:
-            return
+        if getattr(self, "_core", None) is None or self._closed or self._forked:
+            return  # also where __init__ refused an option
         where = "" if self._created is None else "\nstarted at:\n" + "".join(self._created.format())
         warnings.warn(f"{self!r} was never closed{where}", ResourceWarning, source=self, stacklevel=2)
         queue = self._queue_()
@@ -519,9 +519,12 @@ class Engine:
 
     def region_released(self, region: Region, spans: tuple[tuple[int, int], ...]) -> None:
         self._events.emit(Event("released", region=region, spans=spans))
+        if region.deregistered and not region.quarantined:
+            self._kept.pop(region.id, None)
 
     def region_gone(self, region: Region) -> None:
-        self._named.pop(region.name, None)
+        if self._named.get(region.name) is region:
+            del self._named[region.name]
         if not region.quarantined:  # its memory must outlive whatever may still touch it
             self._kept.pop(region.id, None)
 
@@ -546,20 +549,27 @@ class Engine:
             task = self._queue_().loop.create_task(self._connect(target, timeout), name=f"aiohixl connect {target}")
             task.add_done_callback(lambda t: None if t.cancelled() else t.exception())
             self._by_address[target] = task
-            self._awaiting[target] = 0
-        self._awaiting[target] += 1
+        self._awaiting[task] = self._awaiting.get(task, 0) + 1
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled() and self._closer is not None:
                 raise ClosedError(f"connect to {target!r}: {self!r} was closed") from None
-            if self._awaiting[target] == 1:
-                task.cancel()
+            if self._awaiting[task] == 1 and task.cancel() and self._by_address.get(target) is task:
+                del self._by_address[target]  # a call from now on begins anew, not by waiting for what was given up
             raise
         finally:
-            self._awaiting[target] -= 1
-            if task.done() and (task.cancelled() or task.exception() is not None):
-                self._by_address.pop(target, None)
+            self._awaiting[task] -= 1
+            if not self._awaiting[task]:
+                del self._awaiting[task]
+            failed = task.done() and (task.cancelled() or task.exception() is not None)
+            if failed and self._by_address.get(target) is task:  # somebody may be trying again already
+                del self._by_address[target]
+
+    def _forget_address(self, lost: Peer) -> None:
+        for target, task in list(self._by_address.items()):
+            if task.done() and not task.cancelled() and task.exception() is None and task.result() is lost:
+                del self._by_address[target]
 
     async def _connect(self, target: str, patience: float) -> Peer:
         loop = self._queue_().loop
@@ -744,6 +754,7 @@ class Engine:
                 lost.became_lost(self._queue_().statuses[status], text)
                 self._credits.pop(lost, None)
                 self._parked.pop(lost, None)
+                self._forget_address(lost)
                 self._events.emit(Event("lost", peer=lost, detail=text))
         elif kind == _core.EV_CONNECT_FAILED:
             future = self._connecting.get(token)
@@ -842,11 +853,11 @@ async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> lis
 
     try:
         return numeric(socket.AI_NUMERICHOST)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: labels that are no host's
         pass
     try:
         return await _in_thread(loop, lambda: numeric(0))
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
         raise ConfigError(f"host {host!r} cannot be resolved: {exc}") from None
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -82,7 +83,7 @@ class Peer:
         self._kv: dict[str, RemoteKV] = {}
         self._news: list[asyncio.Future[None]] = []
         self._space: list[asyncio.Future[None]] = []
-        self._lost: HixlError | None = None
+        self._lost: tuple[str, str] | None = None
         self.name = endpoint.name
         #: 32 hexadecimal digits, new each time the remote engine starts.
         self.incarnation = endpoint.incarnation.hex()
@@ -93,7 +94,8 @@ class Peer:
 
     @property
     def is_lost(self) -> bool:
-        return self._lost is not None
+        """Whether it can no longer be used: true by the time that a transfer fails with `PeerLostError`."""
+        return self._lost is not None or not self._endpoint.is_up
 
     @property
     def serial(self) -> int:
@@ -127,7 +129,7 @@ class Peer:
             async with asyncio.timeout(wait):
                 while (found := find()) is None:
                     if self._lost is not None:
-                        raise self._lost.with_traceback(None)
+                        raise self._lost_error()
                     await self._queue.waiter(self._news)
                 return found
         except TimeoutError:
@@ -166,8 +168,13 @@ class Peer:
             {"message": f"peer {self.name!r} announced a KV cache that cannot be used", "exception": error}
         )
 
+    def _lost_error(self) -> HixlError:
+        """A new one each time: one that is raised keeps the frames that it passed, and a lost peer may be kept long."""
+        assert self._lost is not None
+        return make_error(*self._lost)
+
     def became_lost(self, status: str, text: str) -> None:
-        self._lost = make_error(status, f"peer {self.name!r} is lost: {text}; connect again")
+        self._lost = status, f"peer {self.name!r} is lost: {text}; connect again"
         parked, self._parked = self._parked, deque()
         for entry in parked:
             entry.transfer.fail(make_error(status, f"{self.describe(entry.transfer)}: the peer is lost: {text}"))
@@ -227,7 +234,7 @@ class Peer:
             los, ros = np.array([lo], np.int64), np.array([ro], np.int64)
             return self._post(kind, [(region, target.handle, target.rkey, los, ros, nbytes)], nbytes, note, topic)
         queue = self._queue
-        transfer = Transfer(self, queue, kind, nbytes, region)
+        transfer = Transfer(self, queue, kind, nbytes, local)
         token = transfer.token
         queue.sinks[token] = transfer
         try:
@@ -383,7 +390,7 @@ class Peer:
         target = remote if isinstance(remote, RemoteKV) else self._kv.get(str(name))
         if target is None:
             if self._lost is not None:
-                raise self._lost.with_traceback(None)
+                raise self._lost_error()
             raise RegionError(
                 f"peer {self.name!r} has announced no KV cache {name!r} yet (it has {list(self._kv) or 'none'}); "
                 f"`await peer.kv({name!r})` waits for it"
@@ -465,7 +472,7 @@ class Peer:
             self._park(entry)
             return
         if name in ("PEER_LOST", "ABORTED") and self._lost is not None:
-            raise self._lost.with_traceback(None)
+            raise self._lost_error()
         text = f"{self.describe(entry.transfer)}: {REASONS.get(name, name.lower())}"
         if exc.index != _core.NO_INDEX:
             text += f" (row {exc.index}{_row(entry.segments, exc.index)})"
@@ -492,7 +499,8 @@ class Peer:
             try:
                 self._submit(entry)
             except HixlError as exc:
-                entry.transfer.fail(exc)
+                self._give_up(entry, exc)
+                continue
             if len(self._parked) > before:  # still full: it went to the back, and belongs at the front
                 self._parked.rotate(1)
                 break
@@ -505,11 +513,17 @@ class Peer:
         for entry in self._parked:
             if entry.transfer is transfer:
                 self._parked.remove(entry)
-                transfer.fail(TransferAbortedError(f"{self.describe(transfer)}: cancelled before it was posted"))
-                if entry.note is not None and self._lost is None:
-                    self._post("note", [], 0, entry.note, entry.topic.decode(), aborted=True).detach()
+                text = f"{self.describe(transfer)}: cancelled before it was posted"
+                self._give_up(entry, TransferAbortedError(text))
                 return True
         return False
+
+    def _give_up(self, entry: _Parked, error: HixlError) -> None:
+        """A parked transfer will not be posted: it fails, and whoever waits for its note hears that it will not come."""
+        entry.transfer.fail(error)
+        if entry.note is not None and self._lost is None:
+            with contextlib.suppress(HixlError):  # the peer is lost, and knows that of us
+                self._post("note", [], 0, entry.note, entry.topic.decode(), aborted=True).detach()
 
     # ---- what transfers ask of their peer ----
 
@@ -621,6 +635,9 @@ def _spans(offsets: npt.NDArray[np.int64], n: int | npt.NDArray[np.int64]) -> tu
 def _local_spans(keep: Region | list[Segment] | None) -> list[tuple[Region, tuple[tuple[int, int], ...]]]:
     if isinstance(keep, Region):
         return [(keep, ((0, keep.nbytes),))]
+    if isinstance(keep, Span):
+        assert isinstance(keep.target, Region)
+        return [(keep.target, ((keep.offset, keep.nbytes),))]
     return [(region, _spans(lo, n)) for region, _, _, lo, _, n in keep or ()]
 
 

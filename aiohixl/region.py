@@ -87,12 +87,12 @@ class Region(_core.Region):
         self._error: RegionError | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._quarantine: dict[int, tuple[tuple[int, int], ...]] = {}
-        self._gone = False
+        self._leaving: Answer | None = None
         #: Its memory cannot be written, not even by us: nothing is read into it.
         self.readonly = False
 
     def __repr__(self) -> str:
-        return f"<Region {self.name!r} {self.nbytes} bytes{' deregistered' if self._gone else ''}>"
+        return f"<Region {self.name!r} {self.nbytes} bytes{' deregistered' if self.deregistered else ''}>"
 
     def __len__(self) -> int:
         return self.nbytes
@@ -107,6 +107,11 @@ class Region(_core.Region):
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self
+
+    @property
+    def deregistered(self) -> bool:
+        """Whether `deregister` was called."""
+        return self._leaving is not None
 
     @property
     def ready(self) -> bool:
@@ -166,7 +171,7 @@ class Region(_core.Region):
         if not len(pairs):
             return
         incarnation = None if peer is None else self._host.incarnation_of(peer)
-        await self._take_back(lambda token: self._revoke(incarnation, pairs, token), "revoke")
+        await self._take_back(lambda token: self._revoke(incarnation, pairs, token), "revoke").wait()
 
     def grant(self, peer: Any = None, *, spans: Spans | None = None) -> None:
         """Give back what `revoke` took. At once; transfers posted from now on by who hears of it are judged by it."""
@@ -179,18 +184,19 @@ class Region(_core.Region):
         """End its registration; returns when no peer and no transfer of ours touches the memory any more.
 
         Own transfers in flight are waited for; those of peers fail with `RemoteAccessError`. Errors as for `revoke`.
-        Idempotent.
+        Cancelling this stops waiting; the region is gone all the same. Calling it again waits, or raises, again.
         """
         self._host.check()
-        if self._gone:
+        if self._leaving is not None:
+            await self._leaving.wait()
             return
-        self._gone = True
+        self._leaving = self._take_back(self._deregister, "deregister")
         try:
-            await self._take_back(self._deregister, "deregister")
+            await self._leaving.wait()
         finally:
             self._host.region_gone(self)
 
-    async def _take_back(self, post: Any, verb: str) -> None:
+    def _take_back(self, post: Any, verb: str) -> Answer:
         queue = self._host.queue
         answer = Answer(queue.loop.create_future(), self, verb)
         token = answer.token = queue.new_token()
@@ -200,7 +206,7 @@ class Region(_core.Region):
         except _core.StatusError as exc:
             queue.forget(token)
             raise make_error(queue.statuses[exc.status], f"{verb} of {self!r} was not possible") from exc
-        await answer.future
+        return answer
 
     def _pairs(self, spans: Spans | None) -> npt.NDArray[np.int64]:
         if spans is None:
@@ -226,6 +232,9 @@ class Answer:
         self.verb = verb
         self.token = 0
 
+    async def wait(self) -> None:
+        await asyncio.shield(self.future)  # several may wait
+
     def settle(self, record: Record) -> None:
         raise AssertionError("a revocation is answered by an event")
 
@@ -233,8 +242,9 @@ class Answer:
         if ok:
             queue.forget(self.token)
             self.region.release(self.token)
-            if not self.future.done():
-                self.future.set_result(None)
+            if self.future.done():  # it was pinned at first
+                self.future = queue.loop.create_future()
+            self.future.set_result(None)
             return
         spans: tuple[tuple[int, int], ...] = tuple(
             (int(off), int(n)) for off, n in np.frombuffer(blob, np.uint64).reshape(-1, 2)

@@ -84,6 +84,10 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         state = "pending" if not self._done else "failed" if self._error else "done"
         return f"<Transfer {self._origin.describe(self)} {state}>"
 
+    @property
+    def __name__(self) -> str:
+        return self._origin.describe(self)  # what asyncio calls it in the repr of a task
+
     # ---- results ----
 
     def done(self) -> bool:
@@ -107,8 +111,8 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
             name = self._queue.statuses[status]
             self.elapsed = elapsed_ns * 1e-9
             if name != "OK":
-                self.nbytes = nbytes
                 self._error = self._make_error(name, sys_errno, index)
+                self.nbytes = nbytes
             if not quiesced:
                 self._origin.quarantine(self)
             self._finish()
@@ -165,10 +169,12 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         if self._done:
             return False
         self._cancelling = True
-        if self._origin.recall_parked(self):
-            return True
         if self._handle:
             self._queue.core.cancel(self._handle)
+        elif self._queue.on_loop():
+            self._origin.recall_parked(self)
+        else:  # parked transfers are the loop's; and one that a thread is posting looks again in `posted`
+            self._queue.loop.call_soon_threadsafe(self.cancel)
         return True
 
     def detach(self) -> None:
@@ -209,6 +215,7 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         if not self._done:
             yield from self._wait()
         elif self._queue.take_turn():
+            self._observed = True
             yield
         self._observed = True
         if self._error is not None:
@@ -256,7 +263,7 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
             # Cancelled before its first step: begin the await, so that it ends as any other does.
             try:
                 driver.send(None)
-            except StopIteration:
+            except (StopIteration, HixlError):  # it had ended already, well or not
                 self._drop()
                 raise error from None
         return self._step(lambda driver: driver.throw(error))

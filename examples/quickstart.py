@@ -18,14 +18,14 @@ async def main() -> None:
         # Memory from allocate() is page-aligned and shareable; numpy and torch use it without a copy.
         inbox = await reader.allocate(1 << 20, name="inbox")
         source = await writer.allocate(1 << 20)
-        np.frombuffer(source, dtype=np.uint8)[:] = 7
+        np.frombuffer(memoryview(source), dtype=np.uint8)[:] = 7
 
         peer = await writer.connect(reader.address)
         target = await peer.region("inbox")
         transfer = peer.write(source, target)  # posted now
         await transfer  # the bytes are visible at the reader
 
-        arrived = bool((np.frombuffer(inbox, dtype=np.uint8) == 7).all())
+        arrived = bool((np.frombuffer(memoryview(inbox), dtype=np.uint8) == 7).all())
         print(f"{transfer.nbytes} bytes by {peer.route(source, target).provider}, arrived: {arrived}")
 
 

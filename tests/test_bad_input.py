@@ -440,6 +440,8 @@ async def test_contract_12_an_engine_in_a_forked_child(ground: Ground) -> None:
     peer, cache = ground.peer, ground.a.register_kv([np.zeros((2, 4), np.float32)], "kv")
     ground.b.register_kv([np.zeros((2, 4), np.float32)], "kv")
     there = await peer.kv("kv")
+    stream = peer.stream_kv(cache, [0], [1], remote=there)
+    await stream.__aenter__()
     uses = _uses(ground)[:9]
     uses += [
         lambda: peer.write(ground.source, ground.remote),
@@ -447,7 +449,7 @@ async def test_contract_12_an_engine_in_a_forked_child(ground: Ground) -> None:
         lambda: peer.write(ground.source, ground.remote, note=b"x"),
         lambda: peer.notify(b"x"),
         lambda: peer.write_kv(cache, [0], [1], remote=there),
-        lambda: peer.stream_kv(cache, [0], [1], remote=there).__aenter__().send(None).post(0),  # type: ignore[func-returns-value]
+        lambda: stream.post(0),
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork() beside threads: that is the question here
@@ -455,6 +457,9 @@ async def test_contract_12_an_engine_in_a_forked_child(ground: Ground) -> None:
     assert len(outcomes) == len(uses)
     for outcome in outcomes:
         assert outcome.startswith("ClosedError"), outcomes
+    for layer in range(stream.num_layers):
+        stream.post(layer)
+    await stream.__aexit__(None, None, None)
     await ground.still_good()
 
 

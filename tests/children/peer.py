@@ -71,6 +71,9 @@ class Peer:
     async def register(self, name: str, nbytes: int, fill: int = 0) -> None:
         self.regions[name] = self.engine.register(np.full(nbytes, fill, np.uint8), name)
 
+    async def cache(self, layers: int, blocks: int, nbytes: int) -> None:
+        self.engine.register_kv([np.zeros((blocks, nbytes), np.uint8) for _ in range(layers)], "kv")
+
     async def connect(self, address: str) -> None:
         self.peer = await self.engine.connect(address)
 

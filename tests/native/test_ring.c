@@ -236,7 +236,8 @@ static struct {
     hx_ring_t ring;
     _Atomic uint32_t armed;
     int fd;
-    _Atomic uint32_t credit; /* how far the producers may run ahead: few, so that the consumer sleeps often */
+    /* How far the producers may run ahead: one, so that each message arrives just when the consumer goes to sleep. */
+    _Atomic uint32_t credit;
 } door;
 
 static void ring_doorbell(void)
@@ -253,12 +254,13 @@ static void *ringer(void *arg)
     uint64_t random = 1 + (uint64_t)(uintptr_t)arg;
     for (uint32_t i = 0; i < MESSAGES / RINGERS; i++) {
         uint32_t credit;
+        uint32_t tries = 0;
         do {
             credit = atomic_load(&door.credit);
-            if (!credit)
+            if (!credit && ++tries % 4096 == 0)
                 sched_yield();
         } while (!credit || !atomic_compare_exchange_weak(&door.credit, &credit, credit - 1));
-        for (volatile uint64_t spin = draw_below(&random, 200); spin; spin--)
+        for (volatile uint64_t spin = draw_below(&random, 128); spin; spin--)
             ;
         CHECK(hx_ring_push(&door.ring, i));
         ring_doorbell();
@@ -270,18 +272,19 @@ static void test_doorbell(void)
 {
     pthread_t threads[RINGERS];
     uint32_t got = 0, sleeps = 0, value;
+    uint64_t random = 99;
     bool more = false, stuck = false;
     CHECK(hx_ring_init(&door.ring, 16));
     door.fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     atomic_store(&door.armed, 1);
-    atomic_store(&door.credit, 8);
+    atomic_store(&door.credit, 1);
     for (uintptr_t i = 0; i < RINGERS; i++)
         pthread_create(&threads[i], NULL, ringer, (void *)i);
     while (got < MESSAGES && !stuck) {
         if (!more) {
             struct pollfd pfd = {.fd = door.fd, .events = POLLIN};
             sleeps++;
-            stuck = !CHECK(poll(&pfd, 1, 20000) == 1); /* a lost wake-up ends here */
+            stuck = !CHECK(poll(&pfd, 1, 10000) == 1); /* a lost wake-up ends here */
         }
         uint64_t count;
         uint32_t n = 0;
@@ -292,6 +295,9 @@ static void test_doorbell(void)
         while (n < BUDGET && hx_ring_pop(&door.ring, &value))
             n++;
         got += n;
+        atomic_fetch_add(&door.credit, n);
+        for (volatile uint64_t spin = draw_below(&random, 512); spin; spin--)
+            ;
         more = n == BUDGET;
         if (!more) {
             atomic_store(&door.armed, 1);
@@ -300,7 +306,6 @@ static void test_doorbell(void)
                 more = true;
             }
         }
-        atomic_fetch_add(&door.credit, n);
     }
     if (stuck)
         atomic_fetch_add(&door.credit, MESSAGES);
