@@ -227,9 +227,14 @@ cdef class Engine:
                 "live_regions": s.live_regions, "peers": s.peers, "mappings": s.mappings}
 
     def stop(self):
-        """Aborts what is in flight and joins every native thread. What remains to drain can be drained after."""
+        """Aborts what is in flight and joins every native thread. What remains to drain can be drained after.
+
+        Answers how many peers stood still in mid-copy: what they could reach must not be reused.
+        """
+        cdef uint32_t stuck
         with nogil:
-            hx.hx_engine_stop(self.engine)
+            stuck = hx.hx_engine_stop(self.engine)
+        return stuck
 
     def close_fds(self):
         """After `stop`, once nobody watches `fileno()` any more."""

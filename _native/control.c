@@ -595,6 +595,14 @@ static void wait_for_peers(hx_clock_t *clock)
     }
 }
 
+static uint32_t count_stuck(hx_engine_t *engine)
+{
+    uint32_t n = 0;
+    for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next)
+        n += ep->theirs && hx_page_busy(ep->theirs);
+    return n;
+}
+
 static void shut_down(hx_clock_t *clock)
 {
     hx_engine_t *engine = clock->engine;
@@ -607,6 +615,7 @@ static void shut_down(hx_clock_t *clock)
     say_goodbye(engine);
     pthread_mutex_unlock(&c->fork_mu);
     wait_for_peers(clock);
+    engine->stuck_peers = count_stuck(engine);
     hx_revoke_abort(engine);
     while (atomic_load(&engine->live_ops)) { /* held ones; the copy threads finish the rest */
         hx_providers_tick(engine, hx_now_ns());

@@ -397,10 +397,12 @@ struct hx_engine {
     uint8_t nonce[HX_NONCE_LEN]; /* what a peer reads out of our memory to prove that it reaches us */
     _Atomic bool stopping;
     bool forked;
+    uint32_t stuck_peers; /* at the end: those that may still touch our memory */
     /* completions */
     int event_fd, epoll_fd;
     _Atomic uint32_t doorbell_armed; /* 1: the consumer sleeps */
-    hx_ring_t free_ops, submitted, completed;
+    hx_stack_t free_ops;
+    hx_ring_t submitted, completed;
     hx_op_t *ops;
     pthread_mutex_t event_mu;
     hx_event_t *event_head, *event_tail;

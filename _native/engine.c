@@ -274,10 +274,10 @@ void hx_engine_set_epoch(hx_engine_t *engine, uint64_t epoch)
     atomic_store(&engine->epoch, epoch);
 }
 
-void hx_engine_stop(hx_engine_t *engine)
+uint32_t hx_engine_stop(hx_engine_t *engine)
 {
     if (engine->forked)
-        return;
+        return 0;
     atomic_store(&engine->stopping, true);
     while (atomic_load(&engine->posting))
         sched_yield();
@@ -285,6 +285,7 @@ void hx_engine_stop(hx_engine_t *engine)
     hx_control_stop(engine);
     hx_sched_stop(engine);
     hx_setup_stop(engine);
+    return engine->stuck_peers;
 }
 
 void hx_engine_close_fds(hx_engine_t *engine)

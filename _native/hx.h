@@ -180,7 +180,8 @@ void hx_engine_set_epoch(hx_engine_t *engine, uint64_t epoch);
 size_t hx_engine_drain(hx_engine_t *engine, hx_completion_t *out, size_t max, bool *more_p);
 hx_event_t *hx_engine_next_event(hx_engine_t *engine);
 void hx_event_free(hx_event_t *event);
-void hx_engine_stop(hx_engine_t *engine);
+/* Answers how many peers stood still in mid-copy for cancel_grace: memory that they could reach must not be reused. */
+uint32_t hx_engine_stop(hx_engine_t *engine);
 void hx_engine_close_fds(hx_engine_t *engine); /* after hx_engine_stop, once nobody watches the descriptor any more */
 void hx_engine_free(hx_engine_t *engine);
 /* Around fork(): lock, then unlock in the parent, or let go of the descriptors in the child. */

@@ -150,7 +150,7 @@ cdef extern from "hx.h" nogil:
     size_t hx_engine_drain(hx_engine_t *engine, hx_completion_t *out, size_t max, hx_bool *more_p)
     hx_event_t *hx_engine_next_event(hx_engine_t *engine)
     void hx_event_free(hx_event_t *event)
-    void hx_engine_stop(hx_engine_t *engine)
+    uint32_t hx_engine_stop(hx_engine_t *engine)
     void hx_engine_close_fds(hx_engine_t *engine)
     void hx_engine_free(hx_engine_t *engine)
     void hx_engine_before_fork(hx_engine_t *engine)

@@ -15,23 +15,23 @@
 hx_status_t hx_op_pool_init(hx_engine_t *engine)
 {
     uint32_t n = engine->config.queue_depth;
-    if (!hx_ring_init(&engine->free_ops, n) || !hx_ring_init(&engine->submitted, n) ||
+    if (!hx_stack_init(&engine->free_ops, n) || !hx_ring_init(&engine->submitted, n) ||
         !hx_ring_init(&engine->completed, n))
         return HX_ERR_NO_MEMORY;
     engine->ops = calloc(n, sizeof *engine->ops);
     if (!engine->ops)
         return HX_ERR_NO_MEMORY;
-    for (uint32_t i = 0; i < n; i++) {
+    for (uint32_t i = n; i-- > 0;) {
         engine->ops[i].index = i;
         atomic_store(&engine->ops[i].gen, 1);
-        hx_ring_push(&engine->free_ops, i);
+        hx_stack_push(&engine->free_ops, i);
     }
     return HX_OK;
 }
 
 void hx_op_pool_free(hx_engine_t *engine)
 {
-    hx_ring_free(&engine->free_ops);
+    hx_stack_free(&engine->free_ops);
     hx_ring_free(&engine->submitted);
     hx_ring_free(&engine->completed);
     free(engine->ops);
@@ -98,7 +98,7 @@ void hx_op_release(hx_op_t *op)
     atomic_store(&op->stage, HX_STAGE_FREE);
     /* From here a late cancel or early report of this life does nothing. */
     atomic_fetch_add(&op->gen, 1);
-    hx_ring_push(&engine->free_ops, op->index);
+    hx_stack_push(&engine->free_ops, op->index);
     hx_endpoint_unref(ep);
 }
 
@@ -349,7 +349,7 @@ static void unpost(hx_op_t *op)
     op->ep = NULL;
     atomic_store(&op->stage, HX_STAGE_FREE);
     atomic_fetch_add(&op->gen, 1);
-    hx_ring_push(&engine->free_ops, op->index);
+    hx_stack_push(&engine->free_ops, op->index);
 }
 
 static hx_status_t choose_provider(hx_op_t *op)
@@ -381,7 +381,7 @@ static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t 
             return status;
         ndescs += post->segments[s].n;
     }
-    if (atomic_load(&ep->inflight) >= engine->config.peer_depth || !hx_ring_pop(&engine->free_ops, &index))
+    if (atomic_load(&ep->inflight) >= engine->config.peer_depth || !hx_stack_pop(&engine->free_ops, &index))
         return HX_ERR_QUEUE_FULL;
 
     hx_op_t *op = &engine->ops[index];

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "core.h"
+#include "sys.h"
 
 #define PAGE_BYTES 4096
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
@@ -43,7 +44,7 @@ static hx_page_t *map_page(int fd)
 
 hx_page_t *hx_page_create(int *fd_p)
 {
-    int fd = memfd_create("aiohixl-page", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    int fd = hx_memfd("aiohixl-page");
     if (fd < 0)
         return NULL;
     if (ftruncate(fd, PAGE_BYTES) < 0 || fallocate(fd, 0, 0, PAGE_BYTES) < 0 || fcntl(fd, F_ADD_SEALS, SEALS) < 0) {

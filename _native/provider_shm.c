@@ -24,7 +24,7 @@
 
 static hx_status_t probe(char text[HX_TEXT_MAX])
 {
-    int fd = memfd_create("aiohixl-probe", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    int fd = hx_memfd("aiohixl-probe");
     if (fd < 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0) {
         snprintf(text, HX_TEXT_MAX, "memfd_create with sealing failed: %s", strerror(errno));
         if (fd >= 0)
@@ -91,9 +91,14 @@ static hx_status_t prepare_remote(hx_op_t *op, hx_rregion_t *r)
     switch (atomic_load(&r->map_state)) {
     case HX_MAP_MAPPED:
         return HX_OK;
-    case HX_MAP_FAILED:
-        op->sys_errno = r->sys_errno;
-        return HX_ERR_FAULT;
+    case HX_MAP_FAILED: {
+        int err = r->sys_errno;
+        uint32_t failed = HX_MAP_FAILED;
+        /* The next operation asks again: what was short (descriptors, memory) may be there then. */
+        atomic_compare_exchange_strong(&r->map_state, &failed, HX_MAP_NONE);
+        op->sys_errno = err == ENOENT ? 0 : err;
+        return err == ENOENT ? HX_ERR_REMOTE_ACCESS : HX_ERR_FAULT; /* ENOENT: deregistered meanwhile */
+    }
     default:
         return HX_AGAIN;
     }

@@ -97,7 +97,7 @@ hx_status_t hx_region_allocate(hx_engine_t *engine, uint64_t nbytes, uint32_t ac
         return HX_ERR_CLOSED;
     size_t len = (nbytes + page - 1) / page * page;
     hx_populate_t *job = malloc(sizeof *job);
-    int fd = memfd_create("aiohixl-region", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    int fd = hx_memfd("aiohixl-region");
     void *base = MAP_FAILED;
     if (!job || fd < 0 || ftruncate(fd, (off_t)len) < 0 ||
         fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0)

@@ -77,6 +77,46 @@ bool hx_ring_empty(hx_ring_t *ring)
     return (int64_t)(atomic_load(&ring->cells[pos & ring->mask].turn) - (pos + 1)) < 0;
 }
 
+bool hx_stack_init(hx_stack_t *stack, uint32_t capacity)
+{
+    atomic_init(&stack->top, 0);
+    stack->below = calloc(capacity, sizeof *stack->below);
+    return stack->below != NULL;
+}
+
+void hx_stack_free(hx_stack_t *stack)
+{
+    free((void *)stack->below);
+    stack->below = NULL;
+}
+
+/* The count makes a top that was taken and put back in between another one. */
+static uint64_t next_top(uint64_t top, uint32_t low)
+{
+    return ((top >> 32) + 1) << 32 | low;
+}
+
+void hx_stack_push(hx_stack_t *stack, uint32_t value)
+{
+    uint64_t top = atomic_load(&stack->top);
+    do {
+        atomic_store_explicit(&stack->below[value], (uint32_t)top, memory_order_relaxed);
+    } while (!atomic_compare_exchange_weak(&stack->top, &top, next_top(top, value + 1)));
+}
+
+bool hx_stack_pop(hx_stack_t *stack, uint32_t *value_p)
+{
+    uint64_t top = atomic_load(&stack->top);
+    uint32_t below;
+    do {
+        if (!(uint32_t)top)
+            return false;
+        below = atomic_load_explicit(&stack->below[(uint32_t)top - 1], memory_order_relaxed);
+    } while (!atomic_compare_exchange_weak(&stack->top, &top, next_top(top, below)));
+    *value_p = (uint32_t)top - 1;
+    return true;
+}
+
 uint32_t hx_bell_read(hx_bell_t *bell)
 {
     return atomic_load(&bell->count);

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A bounded ring of small numbers, many producers and many consumers, without locks.
  *
- * The engine keeps three of them over one pool of operations: free, submitted, completed. A number stands in
- * at most one ring at a time and each ring is as large as the pool, so none can overflow: the slot that an
- * operation needs to complete is reserved by taking it from the free ring at post time. */
+ * The engine keeps two of them over one pool of operations: submitted and completed. A number stands in at most one at
+ * a time and each ring is as large as the pool. With one consumer at a time none can overflow: the slot that an
+ * operation needs to complete is reserved by taking it from the free ones at post time. With several consumers a push
+ * can find its cell still held by one that was preempted while the others went once round; so the free numbers, which
+ * every posting thread takes, stand on a stack. */
 #ifndef HX_RING_H
 #define HX_RING_H
 
@@ -30,6 +32,17 @@ bool hx_ring_push(hx_ring_t *ring, uint32_t value);
 /* False when empty, or when the producer of the oldest entry has not finished: it rings its bell after. */
 bool hx_ring_pop(hx_ring_t *ring, uint32_t *value_p);
 bool hx_ring_empty(hx_ring_t *ring);
+
+/* Numbers below a capacity, each at most once; many threads. Neither call waits for or fails because of another thread. */
+typedef struct {
+    _Alignas(64) _Atomic uint64_t top; /* count of changes << 32 | number + 1; 0 in the low half: empty */
+    _Alignas(64) _Atomic uint32_t *below;
+} hx_stack_t;
+
+bool hx_stack_init(hx_stack_t *stack, uint32_t capacity);
+void hx_stack_free(hx_stack_t *stack);
+void hx_stack_push(hx_stack_t *stack, uint32_t value);
+bool hx_stack_pop(hx_stack_t *stack, uint32_t *value_p);
 
 /* Sleeping until a producer has published. Read the bell, look for work, and sleep only if the bell still
  * reads the same: nothing published in between is missed. */

@@ -3,6 +3,7 @@
 #ifndef HX_SYS_H
 #define HX_SYS_H
 
+#include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -12,6 +13,17 @@
 #endif
 
 #define HX_POPULATE_STEP (32ull << 20) /* so that close() need not wait for a whole region */
+
+#ifndef MFD_NOEXEC_SEAL /* since Linux 6.3; where vm.memfd_noexec insists, a memfd without it is refused */
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+
+/* A memfd that can be sealed, or -1. */
+static inline int hx_memfd(const char *name)
+{
+    int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+    return fd >= 0 || errno != EINVAL ? fd : memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+}
 
 static inline void hx_close_fd(int *fd)
 {

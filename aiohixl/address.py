@@ -45,6 +45,10 @@ def parse_addresses(text: str) -> list[Address]:
     out = []
     for item in text.split(","):
         if item.startswith("unix://") and len(item) > 7:
+            if "\0" in item or len(item[7:].encode("utf-8", "surrogateescape")) > _UNIX_PATH_MAX:
+                raise ConfigError(
+                    f"address: a unix socket's path has at most {_UNIX_PATH_MAX} bytes without NUL: {item!r}"
+                )
             out.append(Address(item[7:], None, 0))
         elif item.startswith("tcp://"):
             host, port = parse_host_port(item, "address")

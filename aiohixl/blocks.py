@@ -57,7 +57,7 @@ def normalize_blocks(blocks: BlockList, nblocks: int, what: str = "blocks") -> I
     out = array.astype(np.int64, copy=array.flags.writeable or not array.flags.owndata)
     bad |= out >= nblocks
     if bad.any():
-        i = int(bad.argmax())
+        i = int(np.argmax(bad))
         raise _out_of_range(what, i, int(array[i]), nblocks)
     return _frozen(out)
 
@@ -98,7 +98,7 @@ def check_unique(blocks: Int64Array, what: str = "blocks") -> None:
     ordered = blocks[order]
     same = np.flatnonzero(ordered[1:] == ordered[:-1])
     if same.size:
-        at = same[order[same + 1].argmin()]
+        at = same[np.argmin(order[same + 1])]
         first, second = int(order[at]), int(order[at + 1])
         raise RegionError(
             f"{what}[{first}] and {what}[{second}] are both block {int(blocks[first])}: a block can be "

@@ -30,6 +30,7 @@ from aiohixl.errors import (
     PeerMismatchError,
     PeerUnreachableError,
     RegionError,
+    RegionPinnedError,
     make_error,
 )
 from aiohixl.events import Event, EventFan
@@ -44,6 +45,8 @@ __all__ = ["Engine"]
 _PART = "{cache}\n{slot}"  # the name of a KV cache's part; users' names have no line feed
 _UNPARK_PER_ROUND = 512
 T = TypeVar("T")
+#: Regions that a stopped peer may still touch although their engine is closed: leaking is safe, reusing is not.
+_stuck_memory: list[Region] = []
 _live: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 
@@ -92,7 +95,7 @@ class Engine:
         self._parked: dict[Peer, None] = {}
         self._unpark_timer: asyncio.TimerHandle | None = None
         self._regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
-        self._named: dict[str, Region | KVCache] = {}
+        self._named: dict[str, Region] = {}
         self._kept: dict[int, Region] = {}
         self._allocations: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
         self._notes = NoteBoard(self._note_taken)
@@ -213,7 +216,7 @@ class Engine:
         """Leave the rendezvous, wait up to `timeout` seconds for transfers in flight, abort the rest.
 
         Joins the native threads. Always ends closed, also when cancelled. Idempotent; concurrent closers share the one
-        close.
+        close. `RegionPinnedError`: it is closed, but a stopped peer may still touch the memory it had access to.
         """
         if self._forked:
             raise ClosedError(f"{self!r} belongs to the parent of this process")
@@ -251,8 +254,7 @@ class Engine:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await woken
-        await _in_thread(queue.loop, self._native().stop)
-        self._finish_close()
+        self._finish_close(await _in_thread(queue.loop, self._native().stop))
 
     def abort(self) -> None:
         """Close at once, without patience: transfers in flight fail with `TransferAbortedError`.
@@ -267,12 +269,13 @@ class Engine:
         self._check_loop()
         for task in [*self._tasks, *self._by_address.values()]:
             task.cancel()
-        self._core.stop()
-        self._finish_close()
+        self._finish_close(self._core.stop())
 
-    def _finish_close(self) -> None:
+    def _finish_close(self, stuck: int) -> None:
         if self._closed:
             return
+        if stuck:
+            _stuck_memory.extend(self._kept.values())
         queue = self._queue_()
         queue.close()
         self._closed = True
@@ -294,6 +297,11 @@ class Engine:
         if self._socket is not None:
             self._socket.close()
         _live.pop(id(self), None)
+        if stuck:
+            raise RegionPinnedError(
+                f"{self!r} is closed, but {stuck} peer(s) stand still in the middle of a copy: the memory that they "
+                "could reach stays allocated for the life of this process; do not reuse it"
+            )
 
     def __del__(self) -> None:
         if getattr(self, "_core", None) is None or self._closed or self._forked:
@@ -443,7 +451,6 @@ class Engine:
             self._announce(region, _PART.format(cache=name, slot=slot))
         cache = KVCache(name, layout, regions, root)
         self._announce(root, name, blob)
-        self._named[name] = cache
         return cache
 
     def _register(self, info: BufferInfo, owner: Any, name: str, access: str, *, strided: bool = False) -> Region:
@@ -861,8 +868,8 @@ async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> lis
         raise ConfigError(f"host {host!r} cannot be resolved: {exc}") from None
 
 
-# Other threads may run between these hooks, and may start, drop or fork too: one fork at a time, and each engine that was
-# locked before is held, and let go after.
+# Other threads may run between these hooks, and may start, drop or fork too: one fork at a time, and each engine that
+# was locked before is held, and let go after.
 _fork_lock = threading.Lock()
 _forking: list[Engine] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -353,7 +354,7 @@ class Peer:
         target = self._remote_kv(cache, remote)
         direction: Literal["local", "remote"] = "remote" if kind == "write" else "local"
         here, far = cache.layout.pair_blocks(target.layout, blocks, there, destination=direction)
-        indices = range(cache.layout.num_layers) if layers is None else layers
+        indices = _layers(layers, cache.layout.num_layers)
         rows = [row for layer in indices for row in rows_of_layer(cache, target, layer, here, far)]
         return self._post_rows(kind, rows, note, topic, _core.EPOCH_NOW)
 
@@ -410,7 +411,7 @@ class Peer:
 
         Await it to know that it stands in the peer's queue; it fails as `write` does.
         """
-        return self._post("note", [], 0, payload, topic)
+        return self._post("note", [], 0, _note_bytes(payload), topic)
 
     # ---- posting ----
 
@@ -519,7 +520,7 @@ class Peer:
         return False
 
     def _give_up(self, entry: _Parked, error: HixlError) -> None:
-        """A parked transfer will not be posted: it fails, and whoever waits for its note hears that it will not come."""
+        """A parked transfer will not be posted: it fails, and whoever waits for its note hears that it won't come."""
         entry.transfer.fail(error)
         if entry.note is not None and self._lost is None:
             with contextlib.suppress(HixlError):  # the peer is lost, and knows that of us
@@ -594,6 +595,21 @@ class Peer:
     def credit(self, notes: int) -> None:
         if self._lost is None:
             self._endpoint.credit(notes)
+
+
+def _layers(layers: Any, count: int) -> Sequence[int]:
+    if layers is None:
+        return range(count)
+    try:
+        indices = [operator.index(layer) for layer in layers]
+    except TypeError:
+        raise ConfigError(f"layers: a list of whole numbers, not {layers!r}") from None
+    for layer in indices:
+        if not 0 <= layer < count:
+            raise ConfigError(f"layers: there is no layer {layer}; the cache has layers 0 to {count - 1}")
+    if len(set(indices)) != len(indices):
+        raise ConfigError(f"layers: a layer stands twice in {indices}")
+    return indices
 
 
 def _note_bytes(note: object) -> bytes:

@@ -228,7 +228,7 @@ class Answer:
 
     def __init__(self, future: asyncio.Future[None], region: Region, verb: str) -> None:
         self.future = future
-        self.region = region
+        self.region: Region | None = region
         self.verb = verb
         self.token = 0
 
@@ -239,9 +239,12 @@ class Answer:
         raise AssertionError("a revocation is answered by an event")
 
     def answered(self, queue: CompletionQueue, ok: bool, nbytes: int, blob: bytes) -> None:
+        region = self.region
+        assert region is not None
         if ok:
             queue.forget(self.token)
-            self.region.release(self.token)
+            region.release(self.token)
+            self.region = None  # which refers to us: its memory is not to wait for the garbage collector
             if self.future.done():  # it was pinned at first
                 self.future = queue.loop.create_future()
             self.future.set_result(None)
@@ -250,10 +253,10 @@ class Answer:
             (int(off), int(n)) for off, n in np.frombuffer(blob, np.uint64).reshape(-1, 2)
         )
         text = (
-            f"{self.verb} of {self.region!r}: a peer that stands still in the middle of a copy holds {nbytes} bytes in "
+            f"{self.verb} of {region!r}: a peer that stands still in the middle of a copy holds {nbytes} bytes in "
             f"{len(spans)} span(s), first {spans[0] if spans else None}; do not reuse them before the 'released' event"
         )
-        self.region.quarantine(self.token, spans, text)
+        region.quarantine(self.token, spans, text)
         if not self.future.done():
             self.future.set_exception(with_data(RegionPinnedError(text), spans=spans))
 

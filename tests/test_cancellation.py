@@ -130,7 +130,8 @@ async def test_contract_03_group_cancelled_before_its_first_step(start: Start) -
 async def test_contract_03_task_of_an_ended_transfer_cancelled_before_its_first_step(start: Start, ended: str) -> None:
     ground = await faulty(start, FaultPlan().fail(0) if ended == "failed" else FaultPlan())
     transfer = ground.peer.write(ground.source, ground.remote)
-    await asyncio.wait([asyncio.ensure_future(transfer)])
+    while not transfer.done():
+        await asyncio.sleep(0)
     assert (transfer.exception() is not None) == (ended == "failed")
     for _ in range(200):  # a done transfer gives other tasks a turn now and then: meet that case as well
         task = asyncio.get_running_loop().create_task(transfer)  # type: ignore[arg-type]

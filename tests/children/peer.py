@@ -118,6 +118,12 @@ class Peer:
         self.hammer = Hammer(self.the_peer(), self.regions[local], there, nbytes)
         await self.hammer.reached(0, 2000)
 
+    async def until_new(self, name: str, old: int) -> str:
+        """Wait until a region of that name other than the old one is announced."""
+        while (found := self.the_peer().regions.get(name)) is None or found.id == old:
+            await asyncio.sleep(0.001)
+        return ""
+
     async def refused(self, more: int) -> int:
         """Answered when so many more posts have been refused, while the others went on."""
         assert self.hammer is not None

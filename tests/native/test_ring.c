@@ -98,17 +98,18 @@ static void test_crowd(void)
     hx_ring_free(&crowd.ring);
 }
 
-/* ---- the engine's three rings over one pool: a number stands in one of them at a time ---- */
+/* ---- the engine's stack and rings over one pool: a number stands in one of them at a time ---- */
 
 enum { POOL = 16, LIVES = 60000 };
 
 static struct {
-    hx_ring_t free, submitted, completed;
+    hx_stack_t free;
+    hx_ring_t submitted, completed;
+    pthread_mutex_t mu; /* as in sched.c: one consumer of `submitted` at a time */
     hx_bell_t bell;
-    _Atomic uint32_t owner[POOL]; /* 0: in a ring */
-    _Atomic uint32_t lives;
+    _Atomic uint32_t owner[POOL]; /* 0: free, or in a ring */
     _Atomic bool stopping;
-} pool;
+} pool = {.mu = PTHREAD_MUTEX_INITIALIZER};
 
 static void own(uint32_t value)
 {
@@ -116,22 +117,26 @@ static void own(uint32_t value)
     CHECK(value < POOL && atomic_compare_exchange_strong(&pool.owner[value], &nobody, 1));
 }
 
-static void pass(hx_ring_t *ring, uint32_t value)
+static void disown(uint32_t value)
 {
-    atomic_store(&pool.owner[value], 0);
-    CHECK(hx_ring_push(ring, value)); /* cannot be full */
+    CHECK_EQ(atomic_exchange(&pool.owner[value], 0), 1);
 }
 
 static void *post(void *arg)
 {
-    (void)arg;
+    uint64_t random = 1 + (uint64_t)(uintptr_t)arg;
     for (uint32_t value; !atomic_load(&pool.stopping);) {
-        if (!hx_ring_pop(&pool.free, &value)) {
+        if (!hx_stack_pop(&pool.free, &value)) {
             sched_yield();
             continue;
         }
         own(value);
-        pass(&pool.submitted, value);
+        disown(value);
+        if (draw_below(&random, 4)) { /* done inline */
+            hx_stack_push(&pool.free, value);
+            continue;
+        }
+        CHECK(hx_ring_push(&pool.submitted, value)); /* it cannot be full */
         hx_bell_ring(&pool.bell, 1);
     }
     return NULL;
@@ -142,13 +147,17 @@ static void *copy(void *arg)
     (void)arg;
     for (uint32_t value; !atomic_load(&pool.stopping);) {
         uint32_t seen = hx_bell_read(&pool.bell);
-        if (!hx_ring_pop(&pool.submitted, &value)) {
+        pthread_mutex_lock(&pool.mu);
+        bool got = hx_ring_pop(&pool.submitted, &value);
+        pthread_mutex_unlock(&pool.mu);
+        if (!got) {
             if (!atomic_load(&pool.stopping))
                 hx_bell_wait(&pool.bell, seen);
             continue;
         }
         own(value);
-        pass(&pool.completed, value);
+        disown(value);
+        CHECK(hx_ring_push(&pool.completed, value));
     }
     return NULL;
 }
@@ -157,12 +166,13 @@ static void test_pool(void)
 {
     pthread_t threads[4];
     uint32_t value;
-    CHECK(hx_ring_init(&pool.free, POOL) && hx_ring_init(&pool.submitted, POOL) &&
+    CHECK(hx_stack_init(&pool.free, POOL) && hx_ring_init(&pool.submitted, POOL) &&
           hx_ring_init(&pool.completed, POOL));
+    CHECK(!hx_stack_pop(&pool.free, &value));
     for (uint32_t i = 0; i < POOL; i++)
-        hx_ring_push(&pool.free, i);
-    for (size_t i = 0; i < 4; i++)
-        pthread_create(&threads[i], NULL, i < 2 ? post : copy, NULL);
+        hx_stack_push(&pool.free, i);
+    for (uintptr_t i = 0; i < 4; i++)
+        pthread_create(&threads[i], NULL, i < 2 ? post : copy, (void *)i);
     double deadline = seconds() + 60;
     uint32_t lives = 0;
     while (lives < LIVES && seconds() < deadline) {
@@ -171,7 +181,8 @@ static void test_pool(void)
             continue;
         }
         own(value);
-        pass(&pool.free, value);
+        disown(value);
+        hx_stack_push(&pool.free, value);
         lives++;
     }
     CHECK_EQ(lives, LIVES);
@@ -180,11 +191,15 @@ static void test_pool(void)
     for (size_t i = 0; i < 4; i++)
         pthread_join(threads[i], NULL);
     uint32_t found = 0;
-    while (hx_ring_pop(&pool.free, &value) || hx_ring_pop(&pool.submitted, &value) ||
-           hx_ring_pop(&pool.completed, &value))
+    bool seen[POOL] = {false};
+    while (hx_stack_pop(&pool.free, &value) || hx_ring_pop(&pool.submitted, &value) ||
+           hx_ring_pop(&pool.completed, &value)) {
+        CHECK(value < POOL && !seen[value]);
+        seen[value % POOL] = true;
         found++;
-    CHECK_EQ(found, POOL);
-    hx_ring_free(&pool.free);
+    }
+    CHECK_EQ(found, POOL); /* none is lost */
+    hx_stack_free(&pool.free);
     hx_ring_free(&pool.submitted);
     hx_ring_free(&pool.completed);
 }
