@@ -436,7 +436,9 @@ static bool can_forget(const hx_endpoint_t *ep)
 /* Handles to it may live on; its descriptor does not wait for them. Nothing is in flight, so nobody looks at it. */
 static void let_go(hx_endpoint_t *ep)
 {
-    hx_close_fd(&ep->pidfd); /* its only descriptor, so its epoll registration goes with it */
+    if (ep->pidfd >= 0) /* as in hx_link_close */
+        epoll_ctl(ep->engine->control.epoll_fd, EPOLL_CTL_DEL, ep->pidfd, NULL);
+    hx_close_fd(&ep->pidfd);
     hx_endpoint_unref(ep);
 }
 
@@ -565,9 +567,17 @@ static void round_of_work(hx_clock_t *clock)
     reap_links(engine);
 }
 
+void hx_control_catch_up(hx_engine_t *engine)
+{
+    for (hx_link_t *link = engine->control.links; link; link = link->next)
+        if (!link->dead && link->state == HX_LINK_WAIT_PAGE)
+            hx_link_receive(link);
+}
+
 static void say_goodbye(hx_engine_t *engine)
 {
     hx_control_t *c = &engine->control;
+    hx_control_catch_up(engine);
     for (hx_endpoint_t *ep = c->endpoints; ep; ep = ep->next) {
         if (ep->link)
             hx_link_send(ep->link, HX_F_BYE, 0, NULL, 0, -1);
@@ -586,6 +596,7 @@ static void wait_for_peers(hx_clock_t *clock)
     uint64_t deadline = hx_now_ns() + engine->config.cancel_grace_ns;
     for (;;) {
         pthread_mutex_lock(&engine->control.fork_mu);
+        hx_providers_tick(engine, hx_now_ns()); /* lets go of what it held */
         forget_lost(engine);
         bool over = !engine->control.endpoints || hx_now_ns() >= deadline;
         pthread_mutex_unlock(&engine->control.fork_mu);
@@ -689,9 +700,8 @@ hx_status_t hx_control_start(hx_engine_t *engine, char text[HX_TEXT_MAX])
             return HX_ERR_SYSTEM;
         watch(engine, EPOLL_CTL_ADD, c->tcp_fd, EPOLLIN, NULL, TAG_TCP);
     }
-    if (pthread_create(&c->thread, NULL, run, engine))
+    if (!hx_thread_start(&c->thread, run, engine, "hx-control"))
         return HX_ERR_SYSTEM;
-    pthread_setname_np(c->thread, "hx-control");
     c->started = true;
     return HX_OK;
 }

@@ -256,6 +256,8 @@ void hx_revoked_init(hx_revoked_set_t *set);
 void hx_revoked_free(hx_revoked_set_t *set);
 bool hx_revoked_add(hx_revoked_set_t *set, uint64_t region, const uint64_t *spans, size_t n, uint64_t seq);
 void hx_revoked_grant(hx_revoked_set_t *set, uint64_t region, const uint64_t *spans, size_t n);
+/* Of a region that is marked dead already: its id never comes back. */
+void hx_revoked_forget(hx_revoked_set_t *set, uint64_t region);
 bool hx_revoked_hits(hx_revoked_set_t *set, uint64_t region, uint64_t off, uint64_t end, uint64_t epoch);
 
 /* ---- endpoints (endpoint.c) ---- */
@@ -369,7 +371,8 @@ void hx_control_stop(hx_engine_t *engine);
 
 typedef struct {
     pthread_mutex_t mu;
-    /* Held by the control thread while it works, and by a thread that forks: the child finds whole lists to close from. */
+    /* Held by the control thread while it works, and by a thread that forks: the child finds whole lists to close
+     * from. */
     pthread_mutex_t fork_mu;
     hx_command_t *head, *tail;
     bool closed; /* under mu */
@@ -429,6 +432,8 @@ struct hx_engine {
 void hx_links_forked(hx_engine_t *engine);
 void hx_regions_forked(hx_engine_t *engine);
 uint64_t hx_now_ns(void);
+/* With every signal blocked but those of its own faults: handlers are for the host program's threads. */
+bool hx_thread_start(pthread_t *thread, void *(*run)(void *), void *arg, const char *name);
 void hx_doorbell(hx_engine_t *engine); /* after publishing a completion or an event */
 /* Copies name and blob. ep and rregion are referenced. Out of memory loses nothing silently: the process aborts. */
 void hx_event_emit(hx_engine_t *engine, hx_event_t proto, const char *name, size_t name_len, const void *blob,

@@ -168,7 +168,7 @@ uint32_t hx_endpoint_inflight(const hx_endpoint_t *ep)
 
 uint64_t hx_endpoint_epoch(const hx_endpoint_t *ep)
 {
-    /* The owner's own counter where we share its page: a permission given after a revocation is judged as such even while the
-     * revocation is still on its way to us. */
+    /* The owner's own counter where we share its page: a permission given after a revocation is judged as such even
+     * while the revocation is still on its way to us. */
     return ep->mine && !ep->engine->forked ? hx_page_revoke_seq(ep->mine) : atomic_load(&ep->revoked.applied);
 }

@@ -8,6 +8,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,6 +34,23 @@ void *hx_alloc(size_t n)
     if (!p)
         abort();
     return p;
+}
+
+bool hx_thread_start(pthread_t *thread, void *(*run)(void *), void *arg, const char *name)
+{
+    static const int own[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT};
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        sigdelset(&blocked, own[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    int err = pthread_create(thread, NULL, run, arg);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (err)
+        errno = err;
+    else
+        pthread_setname_np(*thread, name);
+    return !err;
 }
 
 /* Half of what the kernel allows a process, so that the rest of it has room. */
@@ -226,9 +244,34 @@ static bool open_fds(hx_engine_t *engine)
            epoll_ctl(engine->epoll_fd, EPOLL_CTL_ADD, engine->event_fd, &ev) == 0;
 }
 
+/* What is wrong with it, or NULL. Everything below relies on these limits. */
+static const char *objection(const hx_config_t *c)
+{
+    const uint64_t longest = UINT64_MAX / 8; /* so that sums with the time of day do not wrap */
+    if (!c->name || !c->name[0] || strlen(c->name) > HX_NAME_MAX)
+        return "name: 1 to 128 bytes";
+    if (c->copy_threads < 1 || c->copy_threads > HX_MAX_WORKERS)
+        return "copy_threads: 1 to 16";
+    if (c->queue_depth < 2 || c->queue_depth > 1u << 24 || c->queue_depth & (c->queue_depth - 1))
+        return "queue_depth: a power of two, 2 to 16777216";
+    if (!c->peer_depth)
+        return "peer_depth: at least 1";
+    if (!c->chunk)
+        return "chunk: at least 1 byte";
+    if (c->peer_timeout_ns > longest || c->stall_timeout_ns > longest || c->handshake_timeout_ns > longest ||
+        c->cancel_grace_ns > longest)
+        return "a timeout of more than 73 years";
+    return NULL;
+}
+
 hx_status_t hx_engine_open(const hx_config_t *config, hx_engine_t **engine_p, char text[HX_TEXT_MAX])
 {
     hx_status_t status = HX_ERR_NO_MEMORY;
+    const char *why = objection(config);
+    if (why) {
+        snprintf(text, HX_TEXT_MAX, "%s", why);
+        return HX_ERR_CONFIG;
+    }
     hx_engine_t *engine = calloc(1, sizeof *engine);
     text[0] = 0;
     if (!engine)
@@ -302,11 +345,10 @@ void hx_engine_free(hx_engine_t *engine)
     for (hx_event_t *ev; (ev = hx_engine_next_event(engine));)
         hx_event_free(ev);
     hx_providers_close(engine);
-    if (engine->ops) {
+    if (engine->ops)
         for (uint32_t index; hx_ring_pop(&engine->completed, &index);)
             hx_op_release(&engine->ops[index]);
-        hx_op_pool_free(engine);
-    }
+    hx_op_pool_free(engine);
     hx_engine_close_fds(engine);
     free(engine->name);
     free(engine->unix_path);
@@ -316,8 +358,8 @@ void hx_engine_free(hx_engine_t *engine)
     free(engine);
 }
 
-/* In the child of a fork: lets go of the descriptors (a child that holds them would hide its parent's death from peers),
- * and touches nothing else. */
+/* In the child of a fork: lets go of the descriptors (a child that holds them would hide its parent's death from
+ * peers), and touches nothing else. */
 void hx_engine_forked(hx_engine_t *engine)
 {
     engine->forked = true;

@@ -95,6 +95,7 @@ static void on_region_del(hx_link_t *link, uint64_t id)
         *p = r->hash_next;
         link->nregions--;
         hx_rregion_kill(r);
+        hx_revoked_forget(&ep->revoked, id);
         hx_sched_kick(link->engine); /* operations may wait for its mapping */
         hx_event_t ev = {.kind = HX_EV_REGION_DEL, .ep = ep, .rregion = r};
         hx_event_emit(link->engine, ev, NULL, 0, NULL, 0);
@@ -174,7 +175,8 @@ static void on_map_ask(hx_link_t *link, uint64_t id)
     int fd = -1;
     pthread_mutex_lock(&engine->regions_mu);
     for (hx_region_t *r = engine->regions; r; r = r->next) {
-        if (r->id != id || !r->announced || r->kind != HX_KIND_MEMFD || atomic_load(&r->state) != HX_REGION_READY)
+        if (link->tcp || r->id != id || !r->announced || r->kind != HX_KIND_MEMFD ||
+            atomic_load(&r->state) != HX_REGION_READY)
             continue;
         if (r->access & HX_ACCESS_WRITE) {
             fd = fcntl(r->memfd, F_DUPFD_CLOEXEC, 0);
@@ -189,7 +191,7 @@ static void on_map_ask(hx_link_t *link, uint64_t id)
     }
     pthread_mutex_unlock(&engine->regions_mu);
     struct iovec part = {&err, sizeof err};
-    hx_link_send(link, HX_F_MAP_ANSWER, id, &part, 1, link->tcp ? -1 : fd);
+    hx_link_send(link, HX_F_MAP_ANSWER, id, &part, 1, fd);
 }
 
 static void on_map_answer(hx_link_t *link, uint64_t id, bool has_fd, const uint8_t *body, size_t n)

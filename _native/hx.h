@@ -239,8 +239,8 @@ bool hx_rregion_alive(const hx_rregion_t *rregion);
 void hx_rregion_ref(hx_rregion_t *rregion);
 void hx_rregion_unref(hx_rregion_t *rregion);
 
-/* op.c: *done_p true: it completed inside the call, this answer is its completion, and *handle_p the nanoseconds it took.
- * HX_ERR_BOUNDS sets *index_p to the row of the whole call that is to blame. */
+/* op.c: *done_p true: it completed inside the call, this answer is its completion, and *handle_p the nanoseconds it
+ * took. HX_ERR_BOUNDS sets *index_p to the row of the whole call that is to blame. */
 hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p, bool *done_p);
 
 /* provider.c */

@@ -50,7 +50,10 @@ void hx_link_close(hx_link_t *link)
     if (!link->known)
         link->engine->control.shaking--;
     link->known = true;
-    close(link->fd); /* the only descriptor of this socket, so its epoll registration goes with it */
+    /* By hand: a process that is being started may hold the socket for a moment longer, and with it the
+     * registration. */
+    epoll_ctl(link->engine->control.epoll_fd, EPOLL_CTL_DEL, link->fd, NULL);
+    close(link->fd);
 }
 
 void hx_link_free(hx_link_t *link)
@@ -267,10 +270,13 @@ void hx_link_receive(hx_link_t *link)
     }
     /* A bounded number of rounds, so that one busy peer does not keep the others waiting. */
     for (int round = 0; round < 16 && !link->dead; round++) {
-        char control[CMSG_SPACE(HX_LINK_FDS * sizeof(int))];
+        union {
+            struct cmsghdr head; /* for its alignment */
+            char space[CMSG_SPACE(HX_LINK_FDS * sizeof(int))];
+        } control;
         struct iovec iov = {link->rx + link->rx_len, link->rx_cap - link->rx_len};
         struct msghdr msg = {
-            .msg_iov = &iov, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+            .msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.space, .msg_controllen = sizeof control.space};
         ssize_t n = recvmsg(link->fd, &msg, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
         if (n < 0 && errno == EINTR)
             continue;

@@ -165,6 +165,9 @@ int hx_revoke_timeout_ms(hx_engine_t *engine); /* -1: nothing pending */
 void hx_revoke_abort(hx_engine_t *engine);
 
 /* control.c */
+/* A peer may use what we announced as soon as it has our page, before we have read its own. What it has sent is read
+ * first, so that it stands among the endpoints when memory is taken back. */
+void hx_control_catch_up(hx_engine_t *engine);
 void hx_control_watch(hx_engine_t *engine, hx_link_t *link);
 void hx_control_watch_pid(hx_engine_t *engine, hx_endpoint_t *ep);
 /* Is this greeting from an incarnation older than one we have seen under its name? Remembers it if not. */

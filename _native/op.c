@@ -301,12 +301,19 @@ static hx_status_t load(hx_op_t *op, const hx_post_t *post, size_t ndescs)
             let_go(op, op->nparts);
             return HX_ERR_REMOTE_ACCESS;
         }
+        bool inside = true;
         for (size_t i = 0; i < seg->n; i++) {
             uint64_t n = seg->nbytes ? seg->nbytes[i] : seg->each;
-            op->descs[op->ndescs++] = (hx_desc_t){seg->local_off[i], seg->remote_off[i], n};
+            hx_desc_t d = {seg->local_off[i], seg->remote_off[i], n};
+            inside &= in_bounds(d.local_off, n, seg->local->nbytes) && in_bounds(d.remote_off, n, seg->remote->nbytes);
+            op->descs[op->ndescs++] = d;
             op->nbytes += n;
         }
         op->parts[op->nparts++] = (hx_part_t){seg->local, seg->remote, op->ndescs};
+        if (!inside) { /* the caller's arrays were changed since they were checked */
+            let_go(op, op->nparts);
+            return HX_ERR_BOUNDS;
+        }
     }
     return HX_OK;
 }

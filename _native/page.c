@@ -81,9 +81,11 @@ void hx_page_publish(hx_page_t *page, unsigned slot, uint64_t region, uint64_t o
 {
     hx_slot_t *s = &page->slots[slot];
     uint64_t gen = (atomic_load_explicit(&s->state, memory_order_relaxed) >> 1) + 1;
-    atomic_store_explicit(&s->region, region, memory_order_relaxed);
-    atomic_store_explicit(&s->off, off, memory_order_relaxed);
-    atomic_store_explicit(&s->end, end, memory_order_relaxed);
+    /* Release: whoever sees the new span sees that the slot was cleared before it, and the bytes that had landed by
+     * then. */
+    atomic_store_explicit(&s->region, region, memory_order_release);
+    atomic_store_explicit(&s->off, off, memory_order_release);
+    atomic_store_explicit(&s->end, end, memory_order_release);
     atomic_store(&s->state, gen << 1 | 1);
 }
 
@@ -109,20 +111,15 @@ uint64_t hx_page_overlap(hx_page_t *page, uint64_t region, uint64_t off, uint64_
     uint64_t held = 0;
     for (unsigned i = 0; i < HX_SLOTS; i++) {
         hx_slot_t *s = &page->slots[i];
-        for (;;) {
-            uint64_t before = atomic_load(&s->state);
-            if (!(before & 1))
-                break;
-            uint64_t r = atomic_load(&s->region), lo = atomic_load(&s->off), hi = atomic_load(&s->end);
-            if (atomic_load(&s->state) != before)
-                continue; /* it moved on meanwhile, and read the new revoke_seq when it did */
-            if (r == region) {
-                lo = lo > off ? lo : off;
-                hi = hi < end ? hi : end;
-                held += hi > lo ? hi - lo : 0;
-            }
-            break;
-        }
+        uint64_t before = atomic_load(&s->state);
+        if (!(before & 1))
+            continue;
+        uint64_t r = atomic_load(&s->region), lo = atomic_load(&s->off), hi = atomic_load(&s->end);
+        if (atomic_load(&s->state) != before || r != region)
+            continue; /* changed: that copy is over, and the next one reads the new revoke_seq before it starts */
+        lo = lo > off ? lo : off;
+        hi = hi < end ? hi : end;
+        held += hi > lo ? hi - lo : 0;
     }
     return held < end - off ? held : end - off;
 }

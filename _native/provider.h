@@ -27,7 +27,8 @@ struct hx_provider {
     /* Completes it on the posting thread if that is small and cannot wait. False: submit it. */
     bool (*try_inline)(hx_op_t *op);
     void (*submit)(hx_op_t *op);
-    /* Periodic, on the control thread while something is pending; answers when it wants to be called next (0: whenever). */
+    /* Periodic, on the control thread while something is pending; answers when it wants to be called next (0:
+     * whenever). */
     uint64_t (*tick)(hx_engine_t *engine, void *state, uint64_t now_ns);
     /* Copy threads only. */
     hx_status_t (*prepare)(hx_op_t *op);

@@ -119,17 +119,6 @@ static hx_status_t prepare(hx_op_t *op)
     return HX_OK;
 }
 
-/* The check that every touch of a peer's bytes passes, between publishing its slot and the first byte (page.c). */
-static hx_status_t permit(hx_op_t *op, const hx_rregion_t *r, uint64_t lo, uint64_t hi)
-{
-    hx_revoked_set_t *revoked = &op->ep->revoked;
-    if (hx_page_revoke_seq(op->ep->mine) != atomic_load(&revoked->applied))
-        return HX_AGAIN; /* a revocation is on its way over the control link: what it says is not known yet */
-    if (atomic_load(&r->dead) || hx_revoked_hits(revoked, r->id, lo, hi, op->epoch))
-        return HX_ERR_REMOTE_ACCESS;
-    return HX_OK;
-}
-
 static void populate_ahead(hx_rregion_t *r, uint64_t off, uint64_t n)
 {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -144,6 +133,23 @@ typedef struct {
     size_t n;
     uint64_t lo, hi, nbytes;
 } hx_group_t;
+
+/* The check that every touch of a peer's bytes passes, between publishing its slot and the first byte (page.c). */
+static hx_status_t permit(hx_op_t *op, const hx_rregion_t *r, const hx_group_t *g)
+{
+    hx_revoked_set_t *revoked = &op->ep->revoked;
+    if (hx_page_revoke_seq(op->ep->mine) != atomic_load(&revoked->applied))
+        return HX_AGAIN; /* a revocation is on its way over the control link: what it says is not known yet */
+    /* What is revoked may lie between the rows: then each is asked about. */
+    bool hit = hx_revoked_hits(revoked, r->id, g->lo, g->hi, op->epoch);
+    for (size_t i = 0; hit && i < g->n; i++) {
+        uint64_t off = (uintptr_t)g->remote[i].iov_base, n = g->remote[i].iov_len;
+        if (n && hx_revoked_hits(revoked, r->id, off, off + n, op->epoch))
+            return HX_ERR_REMOTE_ACCESS;
+    }
+    /* Last: what is known of a region is forgotten after it has been marked dead. */
+    return atomic_load(&r->dead) ? HX_ERR_REMOTE_ACCESS : HX_OK;
+}
 
 static hx_status_t copy_mapped(const hx_op_t *op, hx_rregion_t *r, const hx_group_t *g)
 {
@@ -188,7 +194,8 @@ static hx_status_t copy_foreign(const hx_op_t *op, const hx_rregion_t *r, hx_gro
     return HX_OK;
 }
 
-/* Gathers rows of one part, from batch->first on, that are announced and copied together; answers the row after them. */
+/* Gathers rows of one part, from batch->first on, that are announced and copied together; answers the row after
+ * them. */
 static size_t gather(const hx_op_t *op, const hx_batch_t *b, const hx_part_t *part, hx_group_t *g)
 {
     size_t i = b->first, stop = b->last < part->end ? b->last : part->end;
@@ -226,7 +233,7 @@ static hx_status_t copy(hx_op_t *op, hx_batch_t *b, unsigned slot, int *errno_p)
         size_t next = gather(op, b, &op->parts[part], &g);
         if (g.nbytes) {
             hx_page_publish(page, slot, r->id, g.lo, g.hi);
-            hx_status_t status = permit(op, r, g.lo, g.hi);
+            hx_status_t status = permit(op, r, &g);
             if (status == HX_OK)
                 status = r->kind == HX_KIND_MEMFD ? copy_mapped(op, r, &g) : copy_foreign(op, r, &g, errno_p);
             hx_page_clear(page, slot);
@@ -260,7 +267,8 @@ static bool try_inline(hx_op_t *op)
     hx_region_t *local = op->parts[0].local;
     hx_rregion_t *r = op->parts[0].remote;
     /* Populated mappings on both sides only: a page fault, or a peer's foreign memory, can make the loop wait. */
-    if (local->kind != HX_KIND_MEMFD || atomic_load(&local->state) != HX_REGION_READY || !atomic_load(&r->populated))
+    if (local->kind != HX_KIND_MEMFD || atomic_load(&local->state) != HX_REGION_READY || !atomic_load(&r->populated) ||
+        atomic_load(&r->map_state) != HX_MAP_MAPPED)
         return false;
     hx_revoked_set_t *revoked = &ep->revoked;
     int bit = take_slot(ep);

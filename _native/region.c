@@ -61,8 +61,8 @@ static void populate(hx_job_t *job)
     hx_engine_t *engine = region->engine;
     int err = 0;
     free(job);
-    /* fallocate first: where memory is short it answers ENOSPC, and a peer that touches the pages later cannot be killed by
-     * SIGBUS. Populating alone warms our own page table; fallocate alone does not. */
+    /* fallocate first: where memory is short it answers ENOSPC, and a peer that touches the pages later cannot be
+     * killed by SIGBUS. Populating alone warms our own page table; fallocate alone does not. */
     for (uint64_t off = 0; off < region->map_len && !err && !atomic_load(&engine->stopping); off += HX_POPULATE_STEP) {
         uint64_t left = region->map_len - off, n = left < HX_POPULATE_STEP ? left : HX_POPULATE_STEP;
         while (fallocate(region->memfd, 0, (off_t)off, (off_t)n) < 0)
@@ -76,9 +76,9 @@ static void populate(hx_job_t *job)
     }
     if (atomic_load(&engine->stopping) && !err)
         err = ECANCELED;
-    settle(region, err);
-    /* Under the lock: a view made from here on finds the parent's state settled. */
+    /* Under the lock: a view is either found here, or finds its parent settled; never both. */
     pthread_mutex_lock(&engine->regions_mu);
+    settle(region, err);
     for (hx_region_t *r = engine->regions; r; r = r->next)
         if (r->parent == region)
             settle(r, err);

@@ -74,6 +74,8 @@ void hx_revoke_start(hx_engine_t *engine, hx_command_t *cmd)
     rv->n = cmd->n;
     memcpy(rv->spans, cmd->spans, cmd->n * 16);
     cmd->region = NULL;
+    hx_control_catch_up(engine);
+    hx_control_arm_tick(engine); /* heartbeats to those who may be frozen */
     for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next)
         if (!ep->fenced && concerns(ep, rv->one_peer, rv->incarnation))
             send_spans(ep, HX_F_REVOKE, rv->region->id, rv->spans, rv->n);

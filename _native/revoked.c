@@ -85,19 +85,32 @@ void hx_revoked_grant(hx_revoked_set_t *set, uint64_t region, const uint64_t *sp
             uint64_t lo = e.off > off ? e.off : off, hi = e.end < end ? e.end : end;
             hx_revoked_t before = {region, e.off, lo, e.seq, true}, after = {region, hi, e.end, e.seq, true};
             bool ok = true;
-            uint32_t added = 0;
-            if (before.off < before.end)
-                ok = push(set, before), added++;
-            if (ok && after.off < after.end)
-                ok = push(set, after), added++;
+            if (before.off < before.end && (ok = push(set, before)))
+                atomic_fetch_add(&set->n_sticky, 1);
+            if (ok && after.off < after.end && (ok = push(set, after)))
+                atomic_fetch_add(&set->n_sticky, 1);
             if (!ok)
                 continue; /* no memory: it stays revoked, which is safe */
             set->list[i] = (hx_revoked_t){region, lo, hi, e.seq, false};
-            atomic_fetch_add(&set->n_sticky, added);
             atomic_fetch_sub(&set->n_sticky, 1);
         }
     }
     prune(set);
+    pthread_mutex_unlock(&set->mu);
+}
+
+void hx_revoked_forget(hx_revoked_set_t *set, uint64_t region)
+{
+    size_t out = 0;
+    uint32_t sticky = 0;
+    pthread_mutex_lock(&set->mu);
+    for (size_t i = 0; i < set->n; i++)
+        if (set->list[i].region != region)
+            set->list[out++] = set->list[i];
+        else
+            sticky += set->list[i].sticky;
+    set->n = out;
+    atomic_fetch_sub(&set->n_sticky, sticky);
     pthread_mutex_unlock(&set->mu);
 }
 

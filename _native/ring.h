@@ -33,7 +33,8 @@ bool hx_ring_push(hx_ring_t *ring, uint32_t value);
 bool hx_ring_pop(hx_ring_t *ring, uint32_t *value_p);
 bool hx_ring_empty(hx_ring_t *ring);
 
-/* Numbers below a capacity, each at most once; many threads. Neither call waits for or fails because of another thread. */
+/* Numbers below a capacity, each at most once; many threads. Neither call waits for or fails because of another
+ * thread. */
 typedef struct {
     _Alignas(64) _Atomic uint64_t top; /* count of changes << 32 | number + 1; 0 in the low half: empty */
     _Alignas(64) _Atomic uint32_t *below;

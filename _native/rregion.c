@@ -62,6 +62,7 @@ static bool take_mapping(hx_rregion_t *r)
         return true;
     }
     atomic_store(&r->map_state, HX_MAP_MAPPED);
+    hx_sched_kick(r->engine); /* that user may have seen it in between, and wait */
     return false;
 }
 
@@ -83,8 +84,8 @@ static int older(const void *pa, const void *pb)
     return a < b ? -1 : a > b;
 }
 
-/* The kernel allows a process so many mappings (vm.max_map_count): beyond our share the idle ones go, oldest first. They
- * come back on their next use. */
+/* The kernel allows a process so many mappings (vm.max_map_count): beyond our share the idle ones go, oldest first.
+ * They come back on their next use. */
 static void evict(hx_engine_t *engine)
 {
     uint32_t limit = engine->config.max_mappings, keep = limit - limit / 4;
@@ -141,7 +142,7 @@ static void populate(hx_job_t *job)
     /* As a user: the mapping stays while we walk it. */
     atomic_fetch_add(&r->users, 1);
     bool ok = atomic_load(&r->map_state) == HX_MAP_MAPPED;
-    for (uint64_t off = 0; off < r->map_len && ok; off += HX_POPULATE_STEP) {
+    for (uint64_t off = 0; ok && off < r->map_len; off += HX_POPULATE_STEP) {
         uint64_t left = r->map_len - off;
         if (atomic_load(&r->dead) || atomic_load(&r->engine->stopping))
             break;

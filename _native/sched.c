@@ -2,8 +2,9 @@
 /* The copy threads: one queue of endpoints, each with a queue of operations, both served in turn by chunks. A long
  * transfer shares its copy among all threads; a short one behind it waits for one chunk at most.
  *
- * An operation is in its endpoint's run queue, or in its blocked list, or (while prepared, or when its last bytes are
- * being copied) in neither, held by the threads that work on it. The thread that finds nothing left to do finishes it. */
+ * An operation is in its endpoint's run queue, or in its blocked list, or (while prepared, or when its last bytes
+ * are being copied) in neither, held by the threads that work on it. The thread that finds nothing left to do
+ * finishes it. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdio.h>
@@ -307,13 +308,12 @@ hx_status_t hx_sched_start(hx_engine_t *engine)
         } *start = hx_alloc(sizeof *start);
         start->engine = engine;
         start->slot = i;
-        if (pthread_create(&s->threads[i], NULL, work, start)) {
+        char name[24];
+        snprintf(name, sizeof name, "hx-copy-%u", i);
+        if (!hx_thread_start(&s->threads[i], work, start, name)) {
             free(start);
             return HX_ERR_SYSTEM;
         }
-        char name[24];
-        snprintf(name, sizeof name, "hx-copy-%u", i);
-        pthread_setname_np(s->threads[i], name);
         s->nthreads++;
     }
     return HX_OK;
@@ -327,6 +327,8 @@ void hx_sched_stop(hx_engine_t *engine)
     for (uint32_t i = 0; i < s->nthreads; i++)
         pthread_join(s->threads[i], NULL);
     s->nthreads = 0;
+    if (!engine->ops)
+        return; /* the engine could not be opened */
     for (uint32_t index; hx_ring_pop(&engine->submitted, &index);)
         hx_op_finish(&engine->ops[index], HX_ERR_ABORTED);
 }

@@ -2,8 +2,6 @@
 /* One thread for kernel work that takes milliseconds to seconds (page population, unmapping) and that neither the
  * event loop nor the control thread (liveness!) may wait for. */
 #define _GNU_SOURCE
-#include <signal.h>
-
 #include "core.h"
 
 static hx_job_t *take(hx_setup_t *setup)
@@ -37,9 +35,8 @@ static void *run(void *arg)
 hx_status_t hx_setup_start(hx_engine_t *engine)
 {
     hx_setup_t *setup = &engine->setup;
-    if (pthread_create(&setup->thread, NULL, run, setup))
+    if (!hx_thread_start(&setup->thread, run, setup, "hx-setup"))
         return HX_ERR_SYSTEM;
-    pthread_setname_np(setup->thread, "hx-setup");
     setup->started = true;
     return HX_OK;
 }

@@ -94,7 +94,7 @@ def _name(obj: object) -> str:
 def _from_protocol(obj: object) -> BufferInfo:
     """Try the buffer protocol, then ``__array_interface__``, then DLPack."""
     try:
-        view = memoryview(obj)  # type: ignore[arg-type]
+        view = memoryview(obj)  # type: ignore[arg-type]  # a TypeError says that it is no buffer
     except TypeError:
         pass
     except (BufferError, ValueError) as exc:  # a closed mmap, a released view, an export refused

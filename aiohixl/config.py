@@ -83,7 +83,7 @@ class EngineConfig:
             values["transports"] = _transports(values["transports"])
         if "faults" in values:
             values["faults"] = _faults(values["faults"])
-        config = cls(name, **values)  # type: ignore[arg-type]
+        config = cls(name, **values)  # type: ignore[arg-type]  # _check() looks at each
         config._check()
         return config
 
@@ -92,8 +92,10 @@ class EngineConfig:
             raise ConfigError(f"an engine's name is a string that is not empty, not {self.name!r}")
         if len(self.name.encode("utf-8", "surrogatepass")) > _NAME_BYTES:
             raise ConfigError(f"an engine's name has at most {_NAME_BYTES} bytes of UTF-8: {self.name[:40]!r}...")
-        if not self.name.isprintable() or "/" in self.name:
-            raise ConfigError(f"an engine's name has printable characters and no '/': {self.name!r}")
+        if not self.name.isprintable() or "/" in self.name or self.name in (".", ".."):
+            raise ConfigError(
+                f"an engine's name has printable characters, no '/', and is not '.' or '..': {self.name!r}"
+            )
         if self.secret is not None and (not isinstance(self.secret, bytes) or not self.secret):
             raise ConfigError("secret: a str or bytes that is not empty")
         for key in ("rendezvous", "token", "address", "advertise", "replace"):

@@ -31,6 +31,7 @@ from aiohixl.errors import (
     PeerUnreachableError,
     RegionError,
     RegionPinnedError,
+    RendezvousError,
     make_error,
 )
 from aiohixl.events import Event, EventFan
@@ -589,7 +590,14 @@ class Engine:
             )
         pause = 0.05
         while True:
-            record = await self._client.lookup(target, wait=max(0.0, deadline - loop.time()))
+            try:
+                record = await self._client.lookup(target, wait=max(0.0, deadline - loop.time()))
+            except RendezvousError as exc:
+                if exc.status != 404:
+                    raise
+                raise PeerUnreachableError(
+                    f"connect to {target!r}: the name did not appear in {patience} s: {exc}"
+                ) from exc
             addresses = parse_addresses(",".join(record.addresses)) if record.addresses else []
             try:
                 return await self._try_addresses(

@@ -623,7 +623,7 @@ def _note_bytes(note: object) -> bytes:
 
 def _topic_bytes(topic: object) -> bytes:
     try:
-        encoded = topic.encode()  # type: ignore[attr-defined]
+        encoded = topic.encode()  # type: ignore[attr-defined]  # an AttributeError is answered below
     except (AttributeError, UnicodeEncodeError):
         raise ConfigError(f"topic: a str that UTF-8 can encode, not {topic!r}") from None
     if len(encoded) > _core.TOPIC_MAX:

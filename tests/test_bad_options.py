@@ -189,7 +189,7 @@ def test_faults_that_are_none() -> None:
             aiohixl.Engine("x", faults=value)
 
 
-@pytest.mark.parametrize("name", [None, 5, "", b"x", "x" * 129, "é" * 65, "a/b", "a\nb", "a\0b", "\ud800", "\x7f"], ids=repr)
+@pytest.mark.parametrize("name", [None, 5, "", b"x", "x" * 129, "é" * 65, "a/b", "..", "a\nb", "a\0b", "\ud800", "\x7f"], ids=repr)
 def test_engine_names_that_are_none(name: Any) -> None:
     with pytest.raises(aiohixl.ConfigError, match="name"):
         aiohixl.Engine(name)

@@ -141,7 +141,7 @@ async def test_connect_ends_when_the_engine_closes(rendezvous: Rendezvous) -> No
         await task
 
 
-NAMES = ["a b", "it's", 'say "x"', "🦆 duck", "é" * 64, "x" * 128, "%2F?#&=+", "..", "名前", "tcp:", "-"]
+NAMES = ["a b", "it's", 'say "x"', "🦆 duck", "é" * 64, "x" * 128, "%2F?#&=+", "...", "名前", "tcp:", "-"]
 
 
 async def test_names_with_odd_characters(rendezvous: Rendezvous, start: Start) -> None:
@@ -249,7 +249,7 @@ async def test_contract_09_another_incarnation_at_the_address(rendezvous: Rendez
 
 
 async def test_the_rendezvous_restarts(rendezvous: Rendezvous, start: Start) -> None:
-    a, b = (await start(name, rendezvous=rendezvous.url, ttl=1.0) for name in "ab")
+    a, b = [await start(name, rendezvous=rendezvous.url, ttl=1.0) for name in "ab"]
     ground = await Ground(a, b, await a.connect("b")).prepare()
     again = [a.events(), b.events()]
     epochs = (a.epoch, b.epoch)

@@ -186,7 +186,10 @@ class Hammer:
             posted = []
             for slot in self._dice.integers(0, slots, 500):
                 span = slice(int(slot) * self._nbytes, (int(slot) + 1) * self._nbytes)
-                posted.append(self._peer.write(self._local[span], self._remote[span]))
+                try:
+                    posted.append(self._peer.write(self._local[span], self._remote[span]))
+                except aiohixl.RemoteAccessError:
+                    self.refused += 1
             for transfer in posted:
                 try:
                     await transfer
