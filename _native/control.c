@@ -732,12 +732,10 @@ void hx_control_stop(hx_engine_t *engine)
 void hx_engine_before_fork(hx_engine_t *engine)
 {
     pthread_mutex_lock(&engine->control.fork_mu);
-    pthread_mutex_lock(&engine->regions_mu); /* the control thread takes them in this order, too */
 }
 
 void hx_engine_after_fork(hx_engine_t *engine)
 {
-    pthread_mutex_unlock(&engine->regions_mu);
     pthread_mutex_unlock(&engine->control.fork_mu);
 }
 

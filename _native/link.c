@@ -121,7 +121,8 @@ static bool send_some(hx_link_t *link, hx_out_t *out)
     ssize_t n = sendmsg(link->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0) {
         if (errno != EAGAIN && errno != EINTR && errno != ENOBUFS)
-            hx_link_fail(link, HX_ERR_PEER_LOST, errno, "control link broke: %s", strerror(errno));
+            hx_link_fail(link, link->state == HX_LINK_UP ? HX_ERR_PEER_LOST : HX_ERR_UNREACHABLE, errno,
+                         "control link broke: %s", strerror(errno));
         return false;
     }
     if (out->fd >= 0) {

@@ -31,6 +31,7 @@ static hx_region_t *region_new(hx_engine_t *engine, uint32_t kind, uint64_t nbyt
     pthread_mutex_lock(&engine->regions_mu);
     region->id = ++engine->next_region_id; /* never reused within an incarnation */
     region->next = engine->regions;
+    atomic_signal_fence(memory_order_release); /* a fork between the two leaves a whole list: hx_regions_forked */
     engine->regions = region;
     pthread_mutex_unlock(&engine->regions_mu);
     return region;
@@ -265,12 +266,14 @@ void hx_region_unref(hx_region_t *region)
 /* In a forked child, which may go on reading what it inherited, but has no use for the files. */
 void hx_regions_forked(hx_engine_t *engine)
 {
+    /* Whoever held the lock is not here. It cannot be taken around a fork: it is taken with Python's lock held, and
+     * Python runs its fork hooks without. A list that grows and shrinks by one store each is whole at any instant. */
+    pthread_mutex_init(&engine->regions_mu, NULL);
     for (hx_region_t *r = engine->regions; r; r = r->next) {
         if (!r->parent && r->memfd >= 0)
             close(r->memfd);
         r->memfd = -1;
     }
-    pthread_mutex_unlock(&engine->regions_mu); /* taken by hx_engine_before_fork */
 }
 
 /* Busy first, state second; deregistration sets the state first and looks at busy second: one of the two sees the

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
+import random
 import secrets
 import sys
 import threading
@@ -44,6 +46,8 @@ from aiohixl.region import ACCESS, Answer, Region
 __all__ = ["Engine"]
 
 _PART = "{cache}\n{slot}"  # the name of a KV cache's part; users' names have no line feed
+# How an engine with no room for another handshake looks from outside: a full queue, a reset, a plain end.
+_BUSY = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE, 0)
 _UNPARK_PER_ROUND = 512
 T = TypeVar("T")
 #: Regions that a stopped peer may still touch although their engine is closed: leaking is safe, reusing is not.
@@ -625,7 +629,7 @@ class Engine:
         for address in addresses:
             for numeric in await self._numeric(address, tried):
                 try:
-                    return await self._dial(target, numeric, name, incarnation, deadline)
+                    return await self._dial_patiently(target, numeric, name, incarnation, deadline)
                 except PeerUnreachableError as exc:
                     last = exc
                     tried.append(f"{address}: {exc}")
@@ -643,6 +647,22 @@ class Engine:
             tried.append(str(exc))
             return []
         return [Address(None, host, address.port) for host in hosts]
+
+    async def _dial_patiently(
+        self, target: str, address: Address, name: str | None, incarnation: bytes | None, deadline: float
+    ) -> Peer:
+        """`_dial`; one that turns us away because too many are at its door is asked again, until those have had their time."""
+        loop = self._queue_().loop
+        until = min(deadline, loop.time() + 1.5 * self._config.handshake_timeout)
+        pause = 0.005
+        while True:
+            try:
+                return await self._dial(target, address, name, incarnation, deadline)
+            except PeerUnreachableError as exc:
+                pause *= random.uniform(1.0, 2.0)
+                if getattr(exc, "native_errno", None) not in _BUSY or loop.time() + pause >= until:
+                    raise
+            await asyncio.sleep(pause)
 
     async def _dial(
         self, target: str, address: Address, name: str | None, incarnation: bytes | None, deadline: float
@@ -698,12 +718,12 @@ class Engine:
         }
 
     def _note_taken(self, note: Note) -> None:
-        """Credits go back in batches, or when nothing more is waiting: a command each would cost more."""
+        """Credits go back in batches, or when nothing more of this topic is waiting: a command each would cost more."""
         peer: Peer = note.peer
         self._credits[peer] = self._credits.get(peer, 0) + 1
         if self._closed:
             return
-        if self._credits[peer] >= 32 or not self._notes.waiting():
+        if self._credits[peer] >= 32 or not self._notes.inbox(note.topic):
             for who, count in self._credits.items():
                 if not who.is_lost:
                     with contextlib.suppress(_core.StatusError):
@@ -775,7 +795,8 @@ class Engine:
             future = self._connecting.get(token)
             if future is not None and not future.done():
                 name_ = self._queue_().statuses[status]
-                future.set_exception(make_error(name_, blob.decode("utf-8", "replace"), native_status=name_))
+                text = blob.decode("utf-8", "replace")
+                future.set_exception(make_error(name_, text, native_status=name_, native_errno=sys_errno))
         elif kind == _core.EV_REGION_READY:
             region = self._regions.get(token)
             if region is not None:

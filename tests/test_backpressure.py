@@ -180,7 +180,7 @@ async def test_contract_07_a_short_transfer_does_not_wait_for_a_long_one(pair: P
     there = await b.allocate(big + small, "there")
     here = await a.allocate(big + small)
     remote = await peer.region("there")
-    np.frombuffer(here, np.uint8)[:] = 7
+    np.frombuffer(memoryview(here), np.uint8)[:] = 7
     await peer.write(here, remote)
     long = peer.write(here[0:big], remote[0:big])
     short = peer.write(here[big:], remote[big:])
@@ -188,7 +188,7 @@ async def test_contract_07_a_short_transfer_does_not_wait_for_a_long_one(pair: P
     assert short.elapsed is not None
     assert long.elapsed is not None
     assert short.elapsed < long.elapsed  # both were posted at the same time
-    assert (np.frombuffer(there, np.uint8) == 7).all()
+    assert (np.frombuffer(memoryview(there), np.uint8) == 7).all()
 
 
 async def test_contract_07_no_peer_starves_another(start: Start) -> None:

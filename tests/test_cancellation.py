@@ -106,7 +106,7 @@ async def test_contract_02_cancelled_write_tells_the_receiver(start: Start) -> N
 async def test_contract_03_cancelled_before_its_first_step(start: Start, post: Post) -> None:
     ground = await faulty(start, FaultPlan().stall(0))
     transfer = post(ground)
-    task = asyncio.get_running_loop().create_task(transfer)  # type: ignore[arg-type]
+    task = asyncio.get_running_loop().create_task(transfer)
     await cancelled(task)
     overwrite(ground)
     assert transfer.quiesced
@@ -116,11 +116,15 @@ async def test_contract_03_cancelled_before_its_first_step(start: Start, post: P
 async def test_contract_03_group_cancelled_before_its_first_step(start: Start) -> None:
     ground = await faulty(start, FaultPlan().stall(0).stall(1))
     transfers = [ground.peer.write(ground.source, ground.remote) for _ in range(2)]
-    with pytest.raises(ExceptionGroup):
+
+    async def grouped() -> None:
         async with asyncio.TaskGroup() as group:
             for transfer in transfers:
-                group.create_task(transfer)  # type: ignore[arg-type]
+                group.create_task(transfer)
             raise RuntimeError("before either has run")
+
+    with pytest.raises(ExceptionGroup):
+        await grouped()
     overwrite(ground)
     assert all(t.quiesced for t in transfers)
     await ground.still_good()
@@ -134,7 +138,7 @@ async def test_contract_03_task_of_an_ended_transfer_cancelled_before_its_first_
         await asyncio.sleep(0)
     assert (transfer.exception() is not None) == (ended == "failed")
     for _ in range(200):  # a done transfer gives other tasks a turn now and then: meet that case as well
-        task = asyncio.get_running_loop().create_task(transfer)  # type: ignore[arg-type]
+        task = asyncio.get_running_loop().create_task(transfer)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -164,12 +168,13 @@ async def test_contract_03_cancelled_twice(start: Start) -> None:
 async def test_contract_03_timeout_frees_the_memory(start: Start, how: str) -> None:
     ground = await faulty(start, FaultPlan().stall(0))
     transfer = ground.peer.write(ground.source, ground.remote)
+
+    async def limited() -> None:
+        async with asyncio.timeout(0.02):
+            await transfer
+
     with pytest.raises(TimeoutError):
-        if how == "timeout":
-            async with asyncio.timeout(0.02):
-                await transfer
-        else:
-            await asyncio.wait_for(transfer, 0.02)
+        await (limited() if how == "timeout" else asyncio.wait_for(transfer, 0.02))
     overwrite(ground)
     assert transfer.quiesced
     await ground.still_good()
@@ -230,7 +235,7 @@ async def test_contract_03_cancelled_in_mid_copy(pair: Pair, memory: str, kind: 
     nbytes = 128 << 20
     there: Any = b.allocate(nbytes) if memory == "allocated" else np.zeros(nbytes, np.uint8)
     here: Any = a.allocate(nbytes) if memory == "allocated" else np.zeros(nbytes, np.uint8)
-    remote_memory, local_memory = np.frombuffer(there, np.uint8), np.frombuffer(here, np.uint8)
+    remote_memory, local_memory = np.frombuffer(memoryview(there), np.uint8), np.frombuffer(memoryview(here), np.uint8)
     b.register(remote_memory, "there")
     local, remote = a.register(local_memory), await peer.region("there")
     source, target = (local_memory, remote_memory) if kind == "write" else (remote_memory, local_memory)

@@ -42,7 +42,7 @@ def pieces(ground: Ground, count: int) -> list[aiohixl.Transfer]:
 
 
 def task_of(transfer: aiohixl.Transfer) -> asyncio.Task[aiohixl.Transfer]:
-    return asyncio.get_running_loop().create_task(transfer)  # type: ignore[arg-type]
+    return asyncio.get_running_loop().create_task(transfer)
 
 
 async def test_contract_14_awaited_more_than_once(ground: Ground) -> None:
@@ -111,9 +111,9 @@ async def test_contract_14_whoever_joins_a_cancelled_transfer_hears_of_it(start:
 async def test_contract_14_gather_group_wait_and_the_rest(ground: Ground, debug: bool) -> None:
     asyncio.get_running_loop().set_debug(debug)
     a, b, c, d, e, f = pieces(ground, 6)
-    assert await asyncio.gather(a, b, a) == [a, b, a]
+    assert list(await asyncio.gather(a, b, a)) == [a, b, a]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(t) for t in (c, d)]  # type: ignore[arg-type]
+        tasks = [group.create_task(t) for t in (c, d)]
     assert [task.result() for task in tasks] == [c, d]
     done, pending = await asyncio.wait([asyncio.ensure_future(e), asyncio.ensure_future(a)])
     assert {task.result() for task in done} == {e, a}
@@ -143,7 +143,6 @@ async def test_contract_14_debug_output_names_the_transfer(ground: Ground) -> No
     await task
     assert "done" in repr(transfer)
     assert "write of 4096 bytes to peer 'b'" in repr(task)
-    assert aiohixl.Transfer.__name__ == "Transfer"
     await ground.still_good()
 
 
@@ -292,7 +291,7 @@ async def test_contract_14_scope_is_of_one_peer_and_one_task(start: Start, pair:
         elsewhere = other.notify(b"elsewhere")
         go.set()
         await (await outside)
-    assert inner.transfers == outer.transfers == [note]
+    assert [*inner.transfers] == [*outer.transfers] == [note]
     assert mine.transfers == [elsewhere]
     await ground.still_good()
 

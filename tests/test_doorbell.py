@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -53,15 +54,22 @@ async def test_contract_06_no_wakeup_is_lost(pair: Pair, seed: int) -> None:
             count += len(burst)
 
     # A waiter whose wake-up was lost waits for ever: the limit is no measure of speed.
-    async with asyncio.timeout(100):
-        await singles(0, 3000)  # alone: the loop is asleep at nearly every completion
+    async with asyncio.timeout(60):
+        # One task alone, so that nothing else rings for it: the loop sleeps, or is about to, at each completion.
+        await singles(0, 6000)
+        for together in (2, 3, 4, 6):
+            for _ in range(5000):
+                transfers = [post(slot) for slot in range(together)]
+                for transfer in transfers:
+                    await transfer
+            count += 5000 * together
         async with asyncio.TaskGroup() as group:
             for slot in range(4):
-                group.create_task(singles(slot, 2000))
-                group.create_task(bursts(8 + slot, 4000))
+                group.create_task(singles(slot, 6000))
+                group.create_task(bursts(8 + slot, 8000))
     stats = a.stats()
     assert stats["inlined"] == 0
-    assert stats["completed"] == stats["posted"] == count >= 27_000
+    assert stats["completed"] == stats["posted"] == count >= 137_000
 
 
 async def test_contract_06_no_wakeup_is_lost_when_threads_post(pair: Pair) -> None:
@@ -101,7 +109,7 @@ async def test_contract_06_no_wakeup_is_lost_when_threads_post(pair: Pair) -> No
     threads = [threading.Thread(target=post, args=(slot,)) for slot in range(3)]
     for thread in threads:
         thread.start()
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(60):
         await finished
     for thread in threads:
         thread.join()
@@ -116,7 +124,7 @@ async def test_contract_06_more_completions_than_one_round_serves(pair: Pair) ->
     transfers = [peer.write(local, remote) for _ in range(10 * ROUND + 1)]
     tasks = [asyncio.ensure_future(t) for t in transfers]
     while a.stats()["completed"] < len(transfers):
-        time.sleep(0.001)  # noqa: ASYNC251 - the loop does not run while they complete: the doorbell rings once
+        os.sched_yield()  # the loop does not run while they complete: the doorbell rings once
     other_turns = 0
     async with asyncio.timeout(20):
         while not all(t.done() for t in tasks):
@@ -132,10 +140,10 @@ async def test_contract_05_the_loop_is_never_blocked(pair: Pair) -> None:
     a, b, peer = pair
     nbytes = 512 << 20
     there, here = await b.allocate(nbytes, "there"), await a.allocate(nbytes)
-    np.frombuffer(here, np.uint8)[:] = 5
+    np.frombuffer(memoryview(here), np.uint8)[:] = 5
     remote = await peer.region("there")
     await peer.write(here, remote)
-    assert (np.frombuffer(there, np.uint8) == 5).all()
+    assert (np.frombuffer(memoryview(there), np.uint8) == 5).all()
     over = asyncio.Event()
     late: list[float] = []
 
@@ -166,7 +174,7 @@ async def test_contract_05_inline_awaits_let_others_run(pair: Pair) -> None:
     count, nbytes = 100_000, 4096
     there, here = await b.allocate(nbytes, "there"), await a.allocate(nbytes)
     remote = await peer.region("there")
-    np.frombuffer(here, np.uint8)[:] = noise(nbytes)
+    np.frombuffer(memoryview(here), np.uint8)[:] = noise(nbytes)
     async with asyncio.timeout(20):
         while not a.stats()["inlined"]:  # the mapping is populated in a native thread
             await peer.write(here, remote)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import subprocess
 import sys
@@ -118,7 +119,7 @@ async def test_contract_12_the_child_holds_no_descriptor(pair: Pair) -> None:
         return [what for fd, what in open_descriptors().items() if fd in before and ("aiohixl" in what or "pidfd" in what)]
 
     assert forked(in_child) == []
-    assert not any(region)
+    assert not any(bytes(region))
     assert not peer.is_lost
     await check_transfers(pair, 2)
 
@@ -177,8 +178,10 @@ async def test_contract_12_an_engine_of_the_childs_own(pair: Pair) -> None:
     await check_transfers(pair, 3)
 
 
-def work_in_pool(value: int) -> int:
-    return value * 2
+@pytest.fixture(scope="module", autouse=True)
+def resource_tracker() -> None:
+    """The process that `spawn` starts once, and that stays."""
+    multiprocessing.resource_tracker.ensure_running()
 
 
 def engine_in_process(address: str) -> None:

@@ -56,7 +56,7 @@ async def sides(pair: Pair) -> AsyncIterator[list[Side]]:
     out = []
     for engine, to in ((a, peer), (b, await b.connect(a.address))):
         allocated, foreign = await engine.allocate(SLOT * SLOTS, "0"), np.zeros(SLOT * SLOTS, np.uint8)
-        views = [np.frombuffer(allocated, np.uint8), foreign]
+        views = [np.frombuffer(memoryview(allocated), np.uint8), foreign]
         out.append(Side(engine, to, views, [allocated, engine.register(foreign, "1")], []))
     for side in out:
         side.remotes = [await side.peer.region(name) for name in ("0", "1")]
@@ -67,7 +67,9 @@ async def sides(pair: Pair) -> AsyncIterator[list[Side]]:
 @st.composite
 def rounds(draw: st.DrawFn) -> list[Move]:
     # Slots of all four memories in one list, dealt out without repetition: a source is never a destination.
-    free = draw(st.permutations([(side, memory, slot) for side in (0, 1) for memory in (0, 1) for slot in range(SLOTS)]))
+    free = draw(
+        st.permutations([(side, memory, slot) for side in (0, 1) for memory in (0, 1) for slot in range(SLOTS)])
+    )
     moves = []
     by_side: dict[int, list[tuple[int, int, int]]] = {0: [], 1: []}
     for place in free:
@@ -116,7 +118,7 @@ async def play(sides: list[Side], moves: list[Move]) -> None:
         if move.fate == "cancel":
             transfer.cancel()
         elif move.fate in ("task", "late"):
-            task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(transfer)  # type: ignore[arg-type]
+            task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(transfer)
             if move.fate == "task":
                 task.cancel()
             else:
@@ -150,7 +152,9 @@ async def play(sides: list[Side], moves: list[Move]) -> None:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plays=st.lists(rounds(), min_size=1, max_size=4), seed=st.integers(0, 1 << 30))
-async def test_contract_03_and_07_memory_equals_its_model(sides: list[Side], plays: list[list[Move]], seed: int) -> None:
+async def test_contract_03_and_07_memory_equals_its_model(
+    sides: list[Side], plays: list[list[Move]], seed: int
+) -> None:
     for i, side in enumerate(sides):
         for j, view in enumerate(side.views):
             view[:] = noise(view.nbytes, seed + 2 * i + j)

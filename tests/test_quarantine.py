@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contract 3 where the transport cannot let go in time: the exception goes on, the memory stays out of use until it can."""
+"""Contract 3 where the transport cannot let go in time: the exception goes on, the memory stays out of use."""
 
 from __future__ import annotations
 
