@@ -376,25 +376,25 @@ static void check_operations(hx_engine_t *engine, uint64_t now)
  * longer interests anybody. */
 static void cancel_notes(hx_endpoint_t *ep)
 {
-    for (;;) {
-        hx_op_t *found = NULL;
-        hx_status_t status = HX_OK;
-        pthread_mutex_lock(&ep->note_mu);
-        for (int list = 0; list < 2 && !found; list++)
-            for (hx_note_t *note = list ? ep->unacked_head : ep->note_head; note; note = note->next) {
-                status = note->op ? hx_op_verdict(note->op) : HX_OK;
-                if (status == HX_OK)
-                    continue;
-                found = note->op;
-                note->op = NULL;
-                if (!list)
-                    note->aborted = true;
-                break;
-            }
-        pthread_mutex_unlock(&ep->note_mu);
-        if (!found)
-            return;
-        hx_op_complete(found, status);
+    hx_op_t *ended = NULL;
+    pthread_mutex_lock(&ep->note_mu);
+    for (int list = 0; list < 2; list++)
+        for (hx_note_t *note = list ? ep->unacked_head : ep->note_head; note; note = note->next) {
+            hx_op_t *op = note->op;
+            hx_status_t status = op ? hx_op_verdict(op) : HX_OK;
+            if (status == HX_OK)
+                continue;
+            note->op = NULL;
+            note->aborted = note->aborted || !list;
+            op->status = status;
+            op->next = ended;
+            ended = op;
+        }
+    pthread_mutex_unlock(&ep->note_mu);
+    while (ended) {
+        hx_op_t *op = ended;
+        ended = op->next; /* before it completes: then it may be another operation's */
+        hx_op_complete(op, op->status);
     }
 }
 
@@ -597,6 +597,7 @@ static void wait_for_peers(hx_clock_t *clock)
     for (;;) {
         pthread_mutex_lock(&engine->control.fork_mu);
         hx_providers_tick(engine, hx_now_ns()); /* lets go of what it held */
+        hx_providers_tick(engine, hx_now_ns()); /* it may hold operations, which hold endpoints */
         forget_lost(engine);
         bool over = !engine->control.endpoints || hx_now_ns() >= deadline;
         pthread_mutex_unlock(&engine->control.fork_mu);

@@ -186,6 +186,8 @@ struct hx_region {
     /* control thread only */
     bool wanted;    /* to be announced; holds a reference until it is deregistered or the engine stops */
     bool announced; /* peers have been told */
+    struct hx_standing *standing; /* what is revoked now (standing.c) */
+    size_t nstanding, standing_cap;
 };
 
 void hx_region_ref(hx_region_t *region);
@@ -242,14 +244,21 @@ typedef struct {
     bool sticky; /* not granted again */
 } hx_revoked_t;
 
+#define HX_REVOKED_LISTS 64
+
+typedef struct {
+    hx_revoked_t *entries;
+    size_t n, cap;
+} hx_revoked_list_t;
+
 typedef struct {
     pthread_mutex_t mu;
     _Atomic uint64_t applied; /* sequence number up to which the set below is complete */
     _Atomic uint32_t n_sticky;
     _Atomic uint64_t newest;    /* seq of the newest entry */
     _Atomic uint64_t min_epoch; /* older permissions can no longer be judged: refused */
-    hx_revoked_t *list;
-    size_t n, cap;
+    size_t n_loose;
+    hx_revoked_list_t lists[HX_REVOKED_LISTS]; /* by region: a check looks at what concerns its region only */
 } hx_revoked_set_t;
 
 void hx_revoked_init(hx_revoked_set_t *set);
@@ -421,6 +430,7 @@ struct hx_engine {
     hx_control_t control;
     struct hx_known *known; /* newest epoch seen under each name; control thread only */
     void *provider_state[4];
+    pthread_mutex_t stop_mu; /* held while threads are joined */
     pthread_mutex_t fault_mu;
     hx_op_t *fault_held; /* under fault_mu */
     _Atomic uint64_t fault_count;

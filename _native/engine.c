@@ -281,6 +281,7 @@ hx_status_t hx_engine_open(const hx_config_t *config, hx_engine_t **engine_p, ch
     pthread_mutex_init(&engine->event_mu, NULL);
     pthread_mutex_init(&engine->regions_mu, NULL);
     pthread_mutex_init(&engine->fault_mu, NULL);
+    pthread_mutex_init(&engine->stop_mu, NULL);
     pthread_mutex_init(&engine->sched.mu, NULL);
     pthread_mutex_init(&engine->setup.mu, NULL);
     pthread_mutex_init(&engine->control.mu, NULL);
@@ -324,10 +325,12 @@ uint32_t hx_engine_stop(hx_engine_t *engine)
     atomic_store(&engine->stopping, true);
     while (atomic_load(&engine->posting))
         sched_yield();
+    pthread_mutex_lock(&engine->stop_mu); /* an abort may overtake a close: both join, one after the other */
     /* The control thread loses every endpoint, which makes the copy threads finish every operation. */
     hx_control_stop(engine);
     hx_sched_stop(engine);
     hx_setup_stop(engine);
+    pthread_mutex_unlock(&engine->stop_mu);
     return engine->stuck_peers;
 }
 

@@ -30,6 +30,7 @@ static void come_up(hx_link_t *link)
         hx_control_watch_pid(engine, ep);
     hx_event_t ev = {.kind = HX_EV_PEER_UP, .ep = ep, .value = link->outgoing, .token = ep->token};
     hx_event_emit(engine, ev, NULL, 0, NULL, 0);
+    hx_frames_send_table(link); /* from here on it hears of every change, and of every revocation */
 }
 
 static void on_page(hx_link_t *link)
@@ -112,6 +113,9 @@ static void send_entries(hx_link_t *link, hx_region_t *const *list, size_t n)
 {
     size_t cap = TABLE_FRAME + sizeof(hx_entry_t) + HX_NAME_MAX + HX_BLOB_MAX, at = 0;
     uint8_t *frame = n ? hx_alloc(cap) : NULL;
+    /* What is revoked comes ahead of the regions: there is no moment at which the peer could use a span that it may not. */
+    for (size_t i = 0; i < n; i++)
+        hx_revoke_replay(link->ep, list[i]);
     for (size_t i = 0; i < n; i++) {
         const hx_region_t *region = list[i];
         hx_entry_t e = {
@@ -162,7 +166,7 @@ void hx_frames_announce(hx_engine_t *engine, hx_region_t *const *list, size_t n)
     for (size_t i = 0; i < n; i++)
         list[i]->announced = true;
     for (hx_link_t *link = engine->control.links; link; link = link->next)
-        if (!link->dead && (link->state == HX_LINK_UP || link->state == HX_LINK_WAIT_PAGE))
+        if (!link->dead && link->state == HX_LINK_UP)
             send_entries(link, list, n);
 }
 

@@ -6,7 +6,7 @@
  *                                  <- ANSWER  the same about itself, or REJECT with the reason
  *   AUTH   HMAC(secret, "i" HELLO ANSWER) ->
  *                                  <- READY   HMAC(secret, "a" HELLO ANSWER), or REJECT
- *   both: PAGE (unix only), REGION_ADD..., TABLE_END
+ *   both: PAGE, and once the other's has come: REVOKE..., REGION_ADD..., TABLE_END
  *
  * Each proof covers both greetings whole (names, incarnations, challenges) and the role, so it can be neither replayed
  * nor reflected. Without a secret both proofs are zeros and the socket's own protection is all there is. */
@@ -174,7 +174,6 @@ static void bring_up(hx_link_t *link, const uint8_t *theirs)
     } else {
         hx_link_send(link, HX_F_PAGE, 0, NULL, 0, -1);
     }
-    hx_frames_send_table(link);
 }
 
 /* ---- states ---- */

@@ -159,10 +159,18 @@ void hx_frames_pump_notes(hx_endpoint_t *ep);
 
 /* revoke.c: the owner's side of taking memory back */
 void hx_revoke_start(hx_engine_t *engine, hx_command_t *cmd); /* takes the region reference */
+/* What a peer that has just connected must not touch of a region that it will hear of. */
+void hx_revoke_replay(hx_endpoint_t *ep, const hx_region_t *region);
 void hx_revoke_grant(hx_engine_t *engine, const hx_command_t *cmd);
 void hx_revoke_poll(hx_engine_t *engine, uint64_t now_ns);
 int hx_revoke_timeout_ms(hx_engine_t *engine); /* -1: nothing pending */
 void hx_revoke_abort(hx_engine_t *engine);
+
+/* standing.c: revocations that have not been granted again, for peers that connect later */
+void hx_standing_add(const hx_command_t *cmd);
+void hx_standing_grant(const hx_command_t *cmd);
+/* Pairs (offset, nbytes) that the engine of this incarnation must not touch, to be freed; NULL: none. */
+uint64_t *hx_standing_spans(const hx_region_t *region, const uint8_t *incarnation, size_t *n_p);
 
 /* control.c */
 /* A peer may use what we announced as soon as it has our page, before we have read its own. What it has sent is read

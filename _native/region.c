@@ -258,6 +258,7 @@ void hx_region_unref(hx_region_t *region)
         if (region->memfd >= 0)
             close(region->memfd);
     }
+    free(region->standing);
     free(region->name);
     free(region->blob);
     free(region);

@@ -56,7 +56,7 @@ static void withdraw(hx_engine_t *engine, hx_region_t *region)
         return;
     region->announced = false;
     for (hx_link_t *link = engine->control.links; link; link = link->next)
-        if (!link->dead && (link->state == HX_LINK_UP || link->state == HX_LINK_WAIT_PAGE))
+        if (!link->dead && link->state == HX_LINK_UP)
             hx_link_send(link, HX_F_REGION_DEL, region->id, NULL, 0, -1);
 }
 
@@ -73,6 +73,8 @@ void hx_revoke_start(hx_engine_t *engine, hx_command_t *cmd)
     memcpy(rv->incarnation, cmd->incarnation, sizeof rv->incarnation);
     rv->n = cmd->n;
     memcpy(rv->spans, cmd->spans, cmd->n * 16);
+    if (!rv->deregister)
+        hx_standing_add(cmd);
     cmd->region = NULL;
     hx_control_catch_up(engine);
     hx_control_arm_tick(engine); /* heartbeats to those who may be frozen */
@@ -85,8 +87,18 @@ void hx_revoke_start(hx_engine_t *engine, hx_command_t *cmd)
     engine->control.revokes = rv;
 }
 
+void hx_revoke_replay(hx_endpoint_t *ep, const hx_region_t *region)
+{
+    size_t n;
+    uint64_t *spans = hx_standing_spans(region, ep->incarnation, &n);
+    if (n)
+        send_spans(ep, HX_F_REVOKE, region->id, spans, n);
+    free(spans);
+}
+
 void hx_revoke_grant(hx_engine_t *engine, const hx_command_t *cmd)
 {
+    hx_standing_grant(cmd);
     for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next)
         if (!ep->fenced && concerns(ep, cmd->one_peer, cmd->incarnation))
             send_spans(ep, HX_F_GRANT, cmd->region->id, cmd->spans, cmd->n);

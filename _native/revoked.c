@@ -19,52 +19,84 @@ void hx_revoked_init(hx_revoked_set_t *set)
 void hx_revoked_free(hx_revoked_set_t *set)
 {
     pthread_mutex_destroy(&set->mu);
-    free(set->list);
+    for (size_t b = 0; b < HX_REVOKED_LISTS; b++)
+        free(set->lists[b].entries);
+}
+
+static hx_revoked_list_t *list_of(hx_revoked_set_t *set, uint64_t region)
+{
+    return &set->lists[region % HX_REVOKED_LISTS];
 }
 
 static bool push(hx_revoked_set_t *set, hx_revoked_t entry)
 {
-    if (set->n == set->cap) {
-        size_t cap = set->cap ? set->cap * 2 : 16;
-        hx_revoked_t *list = realloc(set->list, cap * sizeof *list);
-        if (!list)
+    hx_revoked_list_t *list = list_of(set, entry.region);
+    if (list->n == list->cap) {
+        size_t cap = list->cap ? list->cap * 2 : 16;
+        hx_revoked_t *entries = realloc(list->entries, cap * sizeof *entries);
+        if (!entries)
             return false;
-        set->list = list;
-        set->cap = cap;
+        list->entries = entries;
+        list->cap = cap;
     }
-    set->list[set->n++] = entry;
+    list->entries[list->n++] = entry;
+    atomic_fetch_add(&set->n_sticky, 1);
     return true;
 }
 
-/* Forgets the oldest granted entries; operations that would need them are refused from then on. */
+/* Keeps the entries that `keep` wants. */
+static void filter(hx_revoked_set_t *set, hx_revoked_list_t *list, bool (*keep)(const hx_revoked_t *, uint64_t), uint64_t arg)
+{
+    size_t out = 0;
+    for (size_t i = 0; i < list->n; i++) {
+        hx_revoked_t e = list->entries[i];
+        if (keep(&e, arg))
+            list->entries[out++] = e;
+        else if (e.sticky)
+            atomic_fetch_sub(&set->n_sticky, 1);
+        else
+            set->n_loose--;
+    }
+    list->n = out;
+}
+
+static bool sticky_or_newer(const hx_revoked_t *e, uint64_t seq)
+{
+    return e->sticky || e->seq > seq;
+}
+
+static bool of_another_region(const hx_revoked_t *e, uint64_t region)
+{
+    return e->region != region;
+}
+
+/* Forgets the older half of the granted entries; operations that would need them are refused from then on. */
 static void prune(hx_revoked_set_t *set)
 {
-    size_t loose = set->n - atomic_load(&set->n_sticky);
-    if (loose <= KEEP)
-        return;
-    size_t drop = loose - KEEP / 2, out = 0;
-    for (size_t i = 0; i < set->n; i++) {
-        if (!set->list[i].sticky && drop) {
-            drop--;
-            if (set->list[i].seq > atomic_load(&set->min_epoch))
-                atomic_store(&set->min_epoch, set->list[i].seq);
-        } else {
-            set->list[out++] = set->list[i];
-        }
+    while (set->n_loose > KEEP) {
+        uint64_t oldest = UINT64_MAX, newest = 0;
+        for (size_t b = 0; b < HX_REVOKED_LISTS; b++)
+            for (size_t i = 0; i < set->lists[b].n; i++) {
+                const hx_revoked_t *e = &set->lists[b].entries[i];
+                if (e->sticky)
+                    continue;
+                oldest = e->seq < oldest ? e->seq : oldest;
+                newest = e->seq > newest ? e->seq : newest;
+            }
+        uint64_t middle = oldest + (newest - oldest) / 2;
+        if (middle > atomic_load(&set->min_epoch))
+            atomic_store(&set->min_epoch, middle);
+        for (size_t b = 0; b < HX_REVOKED_LISTS; b++)
+            filter(set, &set->lists[b], sticky_or_newer, middle);
     }
-    set->n = out;
 }
 
 bool hx_revoked_add(hx_revoked_set_t *set, uint64_t region, const uint64_t *spans, size_t n, uint64_t seq)
 {
     bool ok = true;
     pthread_mutex_lock(&set->mu);
-    for (size_t i = 0; i < n && ok; i++) {
+    for (size_t i = 0; i < n && ok; i++)
         ok = push(set, (hx_revoked_t){region, spans[2 * i], spans[2 * i] + spans[2 * i + 1], seq, true});
-        if (ok)
-            atomic_fetch_add(&set->n_sticky, 1);
-    }
-    prune(set);
     atomic_store(&set->newest, seq);
     pthread_mutex_unlock(&set->mu);
     if (ok)
@@ -75,24 +107,21 @@ bool hx_revoked_add(hx_revoked_set_t *set, uint64_t region, const uint64_t *span
 /* A granted part of an entry becomes loose; what is left on its sides stays sticky. */
 void hx_revoked_grant(hx_revoked_set_t *set, uint64_t region, const uint64_t *spans, size_t n)
 {
+    hx_revoked_list_t *list = list_of(set, region);
     pthread_mutex_lock(&set->mu);
     for (size_t k = 0; k < n; k++) {
         uint64_t off = spans[2 * k], end = off + spans[2 * k + 1];
-        for (size_t i = 0, stop = set->n; i < stop; i++) {
-            hx_revoked_t e = set->list[i];
+        for (size_t i = 0, stop = list->n; i < stop; i++) {
+            hx_revoked_t e = list->entries[i];
             if (!e.sticky || e.region != region || e.end <= off || e.off >= end)
                 continue;
             uint64_t lo = e.off > off ? e.off : off, hi = e.end < end ? e.end : end;
-            hx_revoked_t before = {region, e.off, lo, e.seq, true}, after = {region, hi, e.end, e.seq, true};
-            bool ok = true;
-            if (before.off < before.end && (ok = push(set, before)))
-                atomic_fetch_add(&set->n_sticky, 1);
-            if (ok && after.off < after.end && (ok = push(set, after)))
-                atomic_fetch_add(&set->n_sticky, 1);
-            if (!ok)
+            if ((e.off < lo && !push(set, (hx_revoked_t){region, e.off, lo, e.seq, true})) ||
+                (hi < e.end && !push(set, (hx_revoked_t){region, hi, e.end, e.seq, true})))
                 continue; /* no memory: it stays revoked, which is safe */
-            set->list[i] = (hx_revoked_t){region, lo, hi, e.seq, false};
+            list->entries[i] = (hx_revoked_t){region, lo, hi, e.seq, false};
             atomic_fetch_sub(&set->n_sticky, 1);
+            set->n_loose++;
         }
     }
     prune(set);
@@ -101,16 +130,8 @@ void hx_revoked_grant(hx_revoked_set_t *set, uint64_t region, const uint64_t *sp
 
 void hx_revoked_forget(hx_revoked_set_t *set, uint64_t region)
 {
-    size_t out = 0;
-    uint32_t sticky = 0;
     pthread_mutex_lock(&set->mu);
-    for (size_t i = 0; i < set->n; i++)
-        if (set->list[i].region != region)
-            set->list[out++] = set->list[i];
-        else
-            sticky += set->list[i].sticky;
-    set->n = out;
-    atomic_fetch_sub(&set->n_sticky, sticky);
+    filter(set, list_of(set, region), of_another_region, region);
     pthread_mutex_unlock(&set->mu);
 }
 
@@ -123,8 +144,9 @@ bool hx_revoked_hits(hx_revoked_set_t *set, uint64_t region, uint64_t off, uint6
         return false;
     bool hit = false;
     pthread_mutex_lock(&set->mu);
-    for (size_t i = 0; i < set->n && !hit; i++) {
-        const hx_revoked_t *e = &set->list[i];
+    const hx_revoked_list_t *list = list_of(set, region);
+    for (size_t i = 0; i < list->n && !hit; i++) {
+        const hx_revoked_t *e = &list->entries[i];
         hit = e->region == region && e->off < end && e->end > off && (e->sticky || e->seq > epoch);
     }
     pthread_mutex_unlock(&set->mu);

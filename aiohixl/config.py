@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from aiohixl.errors import STATUS_ERRORS, ConfigError
 
@@ -45,8 +45,8 @@ class EngineConfig:
 
     name: str
     rendezvous: str | None = None
-    token: str | None = None
-    secret: bytes | None = None
+    token: str | None = field(default=None, repr=False)
+    secret: bytes | None = field(default=None, repr=False)
     transports: tuple[str, ...] = ("auto",)
     address: str | None = None
     advertise: str | None = None

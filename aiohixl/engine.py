@@ -244,6 +244,15 @@ class Engine:
             raise cancelled
 
     async def _close(self, patience: float) -> None:
+        try:
+            await self._settle(patience)
+            stuck = await _in_thread(self._queue_().loop, self._native().stop)
+        except BaseException:  # cancelled with all tasks of its loop: the end is without patience, but it is the end
+            self._finish_close(self._native().stop())
+            raise
+        self._finish_close(stuck)
+
+    async def _settle(self, patience: float) -> None:
         queue = self._queue_()
         for task in [*self._tasks, *self._by_address.values()]:
             task.cancel()
@@ -259,7 +268,6 @@ class Engine:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await woken
-        self._finish_close(await _in_thread(queue.loop, self._native().stop))
 
     def abort(self) -> None:
         """Close at once, without patience: transfers in flight fail with `TransferAbortedError`.
@@ -317,6 +325,8 @@ class Engine:
         if not queue.loop.is_closed():
             with contextlib.suppress(Exception):
                 queue.stop()
+        if self._socket is not None:
+            self._socket.close()
 
     def check(self) -> None:
         """Raise `ClosedError` unless this is the engine's own loop, process and lifetime."""
@@ -651,7 +661,7 @@ class Engine:
     async def _dial_patiently(
         self, target: str, address: Address, name: str | None, incarnation: bytes | None, deadline: float
     ) -> Peer:
-        """`_dial`; one that turns us away because too many are at its door is asked again, until those have had their time."""
+        """`_dial`, and again while it turns us away as if too many were at its door, until their time is up."""
         loop = self._queue_().loop
         until = min(deadline, loop.time() + 1.5 * self._config.handshake_timeout)
         pause = 0.005

@@ -35,6 +35,7 @@ __all__ = ["Peer", "Route"]
 T = TypeVar("T")
 Offsets = Sequence[int] | npt.NDArray[Any]
 #: local region, remote region, rkey, local offsets, remote offsets, lengths or one length
+Payload = bytes | bytearray | memoryview
 Segment = tuple[
     Region, _core.RemoteRegion, int, npt.NDArray[np.int64], npt.NDArray[np.int64], int | npt.NDArray[np.int64]
 ]
@@ -189,7 +190,7 @@ class Peer:
         local: Region | Span,
         remote: RemoteRegion | Span,
         *,
-        note: bytes | None = None,
+        note: Payload | None = None,
         topic: str = "",
     ) -> Transfer:
         """Put the bytes of `local` into `remote` (equal lengths).
@@ -209,7 +210,7 @@ class Peer:
     post_write = write
     post_read = read
 
-    def _one(self, kind: str, local: Any, remote: Any, note: bytes | None, topic: str) -> Transfer:
+    def _one(self, kind: str, local: Any, remote: Any, note: Payload | None, topic: str) -> Transfer:
         if type(local) is Span:
             region, lo, nbytes = local.target, local.offset, local.nbytes
         else:
@@ -261,7 +262,7 @@ class Peer:
         remote_offsets: Offsets,
         nbytes: int | Offsets,
         *,
-        note: bytes | None = None,
+        note: Payload | None = None,
         topic: str = "",
     ) -> Transfer:
         """One transfer of many rows: ``nbytes`` (one for all, or one each) from each local offset to each remote one.
@@ -290,7 +291,7 @@ class Peer:
         remote: RemoteRegion,
         ros: Offsets,
         nbytes: int | Offsets,
-        note: bytes | None,
+        note: Payload | None,
         topic: str,
     ) -> Transfer:
         if not isinstance(local, Region) or not isinstance(remote, RemoteRegion):
@@ -317,7 +318,7 @@ class Peer:
         *,
         remote: RemoteKV | str | None = None,
         layers: Sequence[int] | None = None,
-        note: bytes | None = None,
+        note: Payload | None = None,
         topic: str = "",
     ) -> Transfer:
         """Put `blocks` of our cache into `remote_blocks` of the peer's (default: its cache of that name), all layers.
@@ -348,7 +349,7 @@ class Peer:
         there: Blocks,
         remote: RemoteKV | str | None,
         layers: Sequence[int] | None,
-        note: bytes | None,
+        note: Payload | None,
         topic: str,
     ) -> Transfer:
         target = self._remote_kv(cache, remote)
@@ -365,7 +366,7 @@ class Peer:
         remote_blocks: Blocks,
         *,
         remote: RemoteKV | str | None = None,
-        note: bytes | None = None,
+        note: Payload | None = None,
         topic: str = "",
     ) -> KVStream:
         """``async with peer.stream_kv(...) as stream``: `write_kv` one layer at a time.
@@ -399,14 +400,14 @@ class Peer:
         target.agree(cache)
         return target
 
-    def _post_rows(self, kind: str, rows: list[Row], note: bytes | None, topic: str, epoch: int) -> Transfer:
+    def _post_rows(self, kind: str, rows: list[Row], note: Payload | None, topic: str, epoch: int) -> Transfer:
         segments: list[Segment] = [(local, r.handle, r.rkey, lo, ro, n) for local, r, lo, ro, n in rows]
         total = sum(int(row[4].sum()) for row in rows)
         return self._post(kind, segments, total, note, topic, epoch=epoch)
 
     # ---- notes ----
 
-    def notify(self, payload: bytes, *, topic: str = "") -> Transfer:
+    def notify(self, payload: Payload, *, topic: str = "") -> Transfer:
         """Send a note of its own (at most 64 KiB).
 
         Await it to know that it stands in the peer's queue; it fails as `write` does.
@@ -420,7 +421,7 @@ class Peer:
         kind: str,
         segments: list[Segment],
         nbytes: int,
-        note: bytes | None,
+        note: Payload | None,
         topic: str,
         *,
         epoch: int = _core.EPOCH_NOW,

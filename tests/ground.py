@@ -25,11 +25,11 @@ class Ground:
 
     async def prepare(self) -> Ground:
         self.target = await self.b.allocate(NBYTES, "ground")
-        self.memory = np.frombuffer(self.target, np.uint8)
+        self.memory = np.frombuffer(memoryview(self.target), np.uint8)
         self.memory[:] = noise(NBYTES, 7)
         self.model = self.memory.copy()
         self.source = await self.a.allocate(NBYTES)
-        self.here = np.frombuffer(self.source, np.uint8)
+        self.here = np.frombuffer(memoryview(self.source), np.uint8)
         self.here[:] = noise(NBYTES, 8)
         self.here_model = self.here.copy()
         self.remote = await self.peer.region("ground")

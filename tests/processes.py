@@ -164,5 +164,9 @@ def _where(pid: int) -> str:
 def run_python(source: str, *arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, bounded."""
     return subprocess.run(
-        [sys.executable, *flags, "-c", source, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False
+        [sys.executable, *flags, "-c", source, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller can get wrong about memory and transfers: the documented exception, nothing written, both engines go on."""
+"""What a caller can get wrong about memory and transfers: the documented exception, and nothing is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from processes import forked
 
 import aiohixl
 from aiohixl.testing import FaultPlan
-
 
 
 @pytest_asyncio.fixture
@@ -87,7 +86,7 @@ async def test_spans_in_the_wrong_places(ground: Ground, start: Start) -> None:
     ]:
         for post in (peer.write, peer.read, peer.route):
             with pytest.raises(aiohixl.RegionError):
-                post(local, remote)  # type: ignore[arg-type, operator]
+                post(local, remote)
     with pytest.raises(aiohixl.RegionError):
         peer.write_many(ground.source[0:8], [0], ground.remote, [0], 8)  # type: ignore[arg-type]
     # A region of another engine of this process, and a region that another peer announced.
@@ -432,7 +431,8 @@ async def test_an_engine_of_another_thread_and_loop(ground: Ground) -> None:
     thread.join()
     assert len(outcomes) == len(_uses(ground))
     for outcome in outcomes:
-        assert outcome.startswith("ClosedError") and "another event loop" in outcome, outcomes
+        assert outcome.startswith("ClosedError"), outcomes
+        assert "another event loop" in outcome, outcomes
     await ground.still_good()
 
 

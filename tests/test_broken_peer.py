@@ -10,7 +10,7 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -79,8 +79,7 @@ async def house(start: Start) -> AsyncIterator[House]:
 async def test_a_good_wire_peer(house: House, kind: str) -> None:
     with WirePeer(getattr(house, kind)).handshake() as wirepeer:
         peer = await house.meet(wirepeer)
-        (table,) = wirepeer.table
-        assert table.body[wire.ENTRY.size :] == b"ground"
+        assert list(wirepeer.regions()) == [b"ground"]
         wirepeer.send(wire.NOTE, 1, wire.note(b"a\0b", b"topic"))
         assert wirepeer.expect(wire.NOTE_ACK).arg == 1
         note = await house.engine.notes("topic").get()
@@ -111,7 +110,8 @@ async def test_a_wire_peer_that_owns_memory(house: House) -> None:
         wirepeer.send(wire.MAP_ANSWER, 9, struct.pack("<I", 0), fd=fd)
         await transfer
         assert memory[1000:9192] == bytes(source)
-        assert not any(memory[:1000]) and not any(memory[9192:])
+        assert not any(memory[:1000])
+        assert not any(memory[9192:])
         wirepeer.revoke(1, wire.spans(9, (0, 100)))
         wirepeer.alive()
         with pytest.raises(aiohixl.RemoteAccessError):
@@ -261,7 +261,7 @@ async def test_pages_that_are_none(house: House) -> None:
         os.close(ends[1])
         return ends[0]
 
-    for make in (
+    makers: list[Callable[[], int]] = [
         lambda: wire.memfd(seals=0),
         lambda: wire.memfd(seals=fcntl.F_SEAL_SHRINK),
         lambda: wire.memfd(4095),
@@ -271,7 +271,8 @@ async def test_pages_that_are_none(house: House) -> None:
         lambda: os.open("/dev/zero", os.O_RDWR),
         lambda: os.open(__file__, os.O_RDONLY),
         pipe,
-    ):
+    ]
+    for make in makers:
         with WirePeer(house.unix) as peer:
             peer.authenticate()
             peer.send(wire.PAGE, fd=make())
@@ -329,8 +330,7 @@ async def test_contract_10_a_peer_cannot_map_read_only_memory_for_writing(house:
     await house.engine.allocate(4096, "fixed", access="r")
     await (await house.ground.a.connect(house.engine.address)).region("fixed")  # it has been announced
     with WirePeer(house.unix).handshake() as peer:
-        print(peer.table)
-        ids = {f.body[wire.ENTRY.size :]: wire.ENTRY.unpack_from(f.body)[0] for f in peer.table}
+        ids = peer.regions()
         for name, writable in ((b"fixed", False), (b"ground", True)):
             peer.send(wire.MAP_ASK, ids[name])
             assert peer.expect(wire.MAP_ANSWER).nfds == 1
@@ -338,7 +338,7 @@ async def test_contract_10_a_peer_cannot_map_read_only_memory_for_writing(house:
             mmap.mmap(fd, 4096, prot=mmap.PROT_READ).close()
             with contextlib.nullcontext() if writable else pytest.raises(PermissionError):
                 mmap.mmap(fd, 4096).close()
-            with pytest.raises(OSError, match="not permitted"):
+            with pytest.raises(OSError, match=r"not permitted|Invalid"):
                 os.ftruncate(fd, 0)
 
 

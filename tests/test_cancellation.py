@@ -14,7 +14,6 @@ from conftest import Start
 from ground import NBYTES, Ground, noise
 
 import aiohixl
-from aiohixl.errors import STATUS_ERRORS
 from aiohixl.testing import FaultPlan
 
 Pair = tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer]
@@ -149,7 +148,7 @@ async def test_contract_03_task_of_an_ended_transfer_cancelled_before_its_first_
 
 
 async def test_contract_03_cancelled_twice(start: Start) -> None:
-    ground = await faulty(start, FaultPlan().wedge(0, 0.2), cancel_grace=10.0)
+    ground = await faulty(start, FaultPlan().wedge(0, 0.5), cancel_grace=10.0)
     transfer = ground.peer.write(ground.source, ground.remote)
     task = await parked_on(transfer)
     task.cancel()
@@ -230,8 +229,10 @@ async def test_contract_02_parked_write_that_cannot_be_posted_tells_the_receiver
 
 @pytest.mark.parametrize("memory", ["allocated", "foreign"])
 @pytest.mark.parametrize("kind", ["write", "read"])
-async def test_contract_03_cancelled_in_mid_copy(pair: Pair, memory: str, kind: str) -> None:
-    a, b, peer = pair
+async def test_contract_03_cancelled_in_mid_copy(start: Start, memory: str, kind: str) -> None:
+    # One thread copies, so that the loop has a core of its own to meet it half way.
+    a, b = await start("a", copy_threads=1), await start("b")
+    peer = await a.connect(b.address)
     nbytes = 128 << 20
     there: Any = b.allocate(nbytes) if memory == "allocated" else np.zeros(nbytes, np.uint8)
     here: Any = a.allocate(nbytes) if memory == "allocated" else np.zeros(nbytes, np.uint8)
@@ -243,7 +244,7 @@ async def test_contract_03_cancelled_in_mid_copy(pair: Pair, memory: str, kind: 
     target[:] = 0xFF
     await call(local, remote)  # mapped and populated: from here on a copy begins at once
     half_way = 0
-    for _ in range(20):
+    for _ in range(50):
         source[:], target[:] = 1, 0
         task = await parked_on(call(local, remote))
         async with asyncio.timeout(20):
@@ -299,35 +300,3 @@ async def test_contract_03_timeout_races_completion(pair: Pair) -> None:
     assert ends["timeout"]
     await peer.write(local, remote)
     assert (there == 255).all()
-
-
-async def test_contract_08_stalled_transfer_times_out(start: Start) -> None:
-    ground = await faulty(start, FaultPlan().stall(0), stall_timeout=0.1)
-    transfer = ground.peer.write(ground.source, ground.remote)
-    with pytest.raises(aiohixl.TransferTimeoutError, match="stall_timeout") as caught:
-        await transfer
-    assert isinstance(caught.value, TimeoutError)
-    overwrite(ground)
-    assert transfer.quiesced
-    await ground.still_good()
-
-
-@pytest.mark.parametrize("status", sorted(STATUS_ERRORS))
-async def test_every_status_of_a_transfer_is_its_exception(start: Start, status: str) -> None:
-    ground = await faulty(start, FaultPlan().fail(1, status))
-    first = ground.peer.write(ground.source[0:8], ground.remote[0:8])
-    second = ground.peer.write(ground.source, ground.remote, note=b"n", topic="t")
-    await first
-    with pytest.raises(STATUS_ERRORS[status], match="write of 65536 bytes to peer 'b': ") as caught:
-        await second
-    assert type(caught.value) is STATUS_ERRORS[status]
-    assert (await ground.b.notes("t").get()).aborted
-    ground.model[0:8] = ground.here[0:8]
-    overwrite(ground)
-    assert second.quiesced
-    await ground.still_good()
-
-
-async def test_a_fault_with_a_status_that_does_not_exist() -> None:
-    with pytest.raises(aiohixl.ConfigError, match="NOPE"):
-        aiohixl.Engine("a", faults=FaultPlan().fail(0, "NOPE"))

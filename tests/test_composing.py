@@ -20,7 +20,7 @@ from aiohixl.testing import FaultPlan
 
 Pair = tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer]
 PIECE = 4096
-DELAYED = FaultPlan([aiohixl.Fault(nth, "delay", delay=0.02) for nth in range(4)])
+DELAYED = FaultPlan([aiohixl.Fault(nth, "delay", delay=0.25) for nth in range(4)])
 
 
 @pytest_asyncio.fixture

@@ -35,7 +35,7 @@ async def check_transfers(pair: Pair, value: int) -> None:
     target = await b.allocate(1 << 20, name)
     remote = await peer.region(name)
     source = await a.allocate(1 << 20)
-    np.frombuffer(source, np.uint8)[:] = value
+    np.frombuffer(memoryview(source), np.uint8)[:] = value
     for _ in range(3):
         await peer.write(source[:100], remote[:100])
     await peer.write(source, remote, note=b"%d" % value)
@@ -116,7 +116,9 @@ async def test_contract_12_the_child_holds_no_descriptor(pair: Pair) -> None:
     assert len(ours) > 4
 
     def in_child() -> list[str]:
-        return [what for fd, what in open_descriptors().items() if fd in before and ("aiohixl" in what or "pidfd" in what)]
+        return [
+            what for fd, what in open_descriptors().items() if fd in before and ("aiohixl" in what or "pidfd" in what)
+        ]
 
     assert forked(in_child) == []
     assert not any(bytes(region))
@@ -195,7 +197,7 @@ def engine_in_process(address: str) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 async def test_contract_12_multiprocessing(pair: Pair, method: str) -> None:
     _, b, _ = pair
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     process = context.Process(target=engine_in_process, args=(b.address,))
     process.start()
     try:

@@ -17,6 +17,7 @@ from conftest import Start
 from ground import Ground, noise
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import until
 from wirepeer import WirePeer
 
 import aiohixl
@@ -251,7 +252,8 @@ async def test_hundreds_of_friends_at_once(start: Start) -> None:
     address = b.address
     crowd = [asyncio.create_task(engine._connect(address, 30.0)) for engine in engines for _ in range(40)]
     peers = await asyncio.gather(*crowd)
-    assert len({id(peer) for peer in peers}) == b.stats()["peers"] == 320
+    assert len({id(peer) for peer in peers}) == 320
+    await until(lambda: b.stats()["peers"] == 320, "b knows of them all")
     await asyncio.gather(*(peer.notify(b"%d" % i) for i, peer in enumerate(peers)))
     inbox = b.notes()
     assert sorted([int((await inbox.get()).payload) for _ in peers]) == list(range(320))

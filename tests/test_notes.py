@@ -37,7 +37,7 @@ async def test_contract_02_the_bytes_are_there_when_the_note_is(pair: Pair, kind
         target, source = await b.allocate(nbytes, "t"), await a.allocate(nbytes)
     else:
         target, source = b.register(np.zeros(nbytes, np.uint8), "t"), a.register(np.zeros(nbytes, np.uint8))
-    here, there = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    here, there = np.frombuffer(memoryview(source), np.uint8), np.frombuffer(memoryview(target), np.uint8)
     remote = await peer.region("t")
     seen = []
 
@@ -55,7 +55,6 @@ async def test_contract_02_the_bytes_are_there_when_the_note_is(pair: Pair, kind
             await asyncio.sleep(0)
     await receiver
     assert seen == [True] * 5
-    del here, there
 
 
 async def test_contract_02_a_streams_note_follows_every_layer(pair: Pair) -> None:
@@ -228,7 +227,7 @@ async def test_contract_02_a_reader_that_does_not_read_stops_note_senders_only(s
     carried = peer.write(source, remote, note=b"%d" % (WINDOW + 1))
     # Writes go on, and so do revocation and liveness.
     await peer.write(source, revoked)
-    await b._named["revoked"].revoke(a.name)  # type: ignore[union-attr]
+    await b._named["revoked"].revoke(a.name)
     with pytest.raises(aiohixl.RemoteAccessError):
         await peer.write(source, revoked)  # transfer 259, held for four times peer_timeout
     with pytest.raises(aiohixl.RemoteAccessError):
@@ -262,7 +261,8 @@ async def test_contract_02_windows_are_a_peers_own(start: Start) -> None:
 async def test_contract_02_thousands_of_notes_through_a_slow_reader(pair: Pair) -> None:
     _, b, peer = pair
     posts = [peer.notify(b"%d" % i) for i in range(3000)]
-    inbox, got = b.notes(), []
+    inbox = b.notes()
+    got: list[int] = []
     while len(got) < 3000:
         got.append(int((await inbox.get()).payload))
         assert len(inbox) <= WINDOW

@@ -181,7 +181,7 @@ async def test_contract_02_a_stream_left_by_an_exception(start: Start, posted: i
     ground = await grounds(start, FaultPlan().stall(1) if posted > 1 else FaultPlan())
     streamed = Streamed(ground)
     await ground.peer.kv("kv")
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError):  # noqa: PT012 - what leaves the block is the subject
         async with ground.peer.stream_kv(streamed.cache, [0], [0], note=b"req", topic="kv") as stream:
             for layer in range(posted):
                 stream.post(layer)
@@ -208,7 +208,7 @@ async def test_contract_02_a_stream_with_a_layer_that_fails(start: Start) -> Non
     ground = await grounds(start, FaultPlan().fail(1))
     streamed = Streamed(ground)
     await ground.peer.kv("kv")
-    with pytest.raises(aiohixl.TransferError):
+    with pytest.raises(aiohixl.TransferError):  # noqa: PT012 - leaving the block raises
         async with ground.peer.stream_kv(streamed.cache, [0], [0], note=b"req", topic="kv") as stream:
             for layer in range(3):
                 stream.post(layer)

@@ -73,7 +73,8 @@ async def test_contract_08_killed_in_mid_transfer(start: Start, forked: bool) ->
             await stack.enter_async_context(grandchild(other))
         peer = await engine.connect(other.address)
         rounds = [0] * 4
-        tasks, handles = [], peer.regions.values()
+        tasks: list[asyncio.Task[None]] = []
+        handles = peer.regions.values()
         for name, post in [(n, p) for n in ("allocated", "foreign") for p in (peer.write, peer.read)]:
             remote, local = await peer.region(name), engine.register(np.ones(BIG, np.uint8))
             again = functools.partial(post, local, remote)
@@ -226,7 +227,7 @@ async def test_contract_08_a_process_that_dies_while_it_posts(start: Start) -> N
                 lost = await events.get()
             assert (lost.kind, lost.peer) == ("lost", joined.peer)
             assert other.process.wait(5) == -signal.SIGKILL
-            np.frombuffer(target, np.uint8)[:] = 0
+            np.frombuffer(memoryview(target), np.uint8)[:] = 0
     assert joined.peer is not lost.peer
 
 

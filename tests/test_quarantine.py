@@ -15,7 +15,7 @@ import aiohixl
 from aiohixl.testing import FaultPlan
 
 GRACE = 0.05
-HELD = 0.4  # seconds after its cancel that a wedged transfer keeps its memory: longer than the grace
+HELD = 0.8  # seconds after its cancel that a wedged transfer keeps its memory: longer than the grace
 
 
 async def wedged(start: Start, **options: Any) -> Ground:

@@ -4,22 +4,18 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import socket
-import stat
-import time
-import warnings
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import native_threads
-from processes import child, run_python
+from processes import child
 
 import aiohixl
+from aiohixl.engine import _stuck_memory
 from aiohixl.testing import FaultPlan
 
 Start = Callable[..., Coroutine[Any, Any, aiohixl.Engine]]
@@ -28,10 +24,10 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of this test's sockets, and nobody else's."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield tmp_path / "aiohixl"
+    return tmp_path / "aiohixl"
 
 
 async def works(engine: aiohixl.Engine, start: Start) -> None:
@@ -50,19 +46,21 @@ async def works(engine: aiohixl.Engine, start: Start) -> None:
 async def test_contract_13_with_everything_under_way(start: Start, how: str) -> None:
     """Held by faults, parked, being copied, waiting for notes, for names, for a connection."""
     plan = FaultPlan().stall(0).wedge(1, 60.0).delay(2, 60.0)
-    a, b = await start("a", faults=plan, peer_depth=300, cancel_grace=0.1), await start("b")
+    a, b = await start("a", faults=plan, peer_depth=4, cancel_grace=0.1), await start("b")
     await b.allocate(64 * MIB, "target")
     there = np.zeros(MIB, np.uint8)
     b.register(there, "foreign")
     peer = await a.connect(b.address)
     remote, foreign = await peer.region("target"), await peer.region("foreign")
     source = a.register(np.ones(64 * MIB, np.uint8))
-    pending = [peer.write(source[:MIB], remote[:MIB]) for _ in range(3)]
+    held = a.register(np.ones(MIB, np.uint8), "held")
+    pending = [peer.write(held, remote[:MIB]) for _ in range(3)]
     pending += [peer.write(source, remote), peer.read(source[:MIB], foreign)]
     pending += [peer.notify(b"n") for _ in range(290)]
     pending += [peer.write(source[:MIB], remote[:MIB], note=b"parked") for _ in range(20)]
-    waits = [asyncio.create_task(w) for w in (peer.region("never"), peer.kv("never"), a.notes().get(), a.events().get())]
-    waits.append(asyncio.create_task(source.deregister()))
+    coroutines: list[Coroutine[Any, Any, Any]] = [peer.region("never"), peer.kv("never"), held.deregister()]
+    coroutines += [a.notes().get(), a.events().get()]
+    waits = [asyncio.create_task(coroutine) for coroutine in coroutines]
     await asyncio.sleep(0)
     assert a.stats()["parked"] > 0
     if how == "abort":
@@ -77,7 +75,8 @@ async def test_contract_13_with_everything_under_way(start: Start, how: str) -> 
         aiohixl.Transfer,
         aiohixl.TransferAbortedError,
         aiohixl.ClosedError,
-        aiohixl.RegionPinnedError,
+        aiohixl.RegionPinnedError,  # the region that was being deregistered
+        aiohixl.Event,  # told of it
         type(None),
     }, kinds
     assert aiohixl.TransferAbortedError in kinds or aiohixl.ClosedError in kinds
@@ -184,24 +183,23 @@ def test_contract_13_cancelled_with_every_task_of_its_loop(home: Path) -> None:
 @pytest.mark.parametrize("kind", ["read", "write"])
 async def test_contract_13_close_with_a_stopped_peer(start: Start, kind: str) -> None:
     """It ends, and says so if the peer may still touch what it had access to."""
-    owner = await start("owner", cancel_grace=0.05)
-    region = await owner.allocate(16 * MIB, "target")
+    owner = await aiohixl.Engine("owner", cancel_grace=0.05).start()
+    await owner.allocate(16 * MIB, "target")
     async with child("peer") as peer:
         await peer.ask("allocate", name="local", nbytes=16 * MIB)
         await peer.ask("connect", address=owner.address)
         await peer.ask("loop", kind=kind, local="local", remote="target")
         note = owner.peers["peer"].notify(b"never read")
         peer.stop()
-        try:
-            async with asyncio.timeout(20):
-                await owner.close(timeout=0.05)
-        except aiohixl.RegionPinnedError as exc:
-            assert "stand still" in str(exc)
+        async with asyncio.timeout(20):
+            (error,) = await asyncio.gather(owner.close(timeout=0.05), return_exceptions=True)
+        assert error is None or isinstance(error, aiohixl.RegionPinnedError)
+        assert error is None or "stand still" in str(error)
         assert "closed" in repr(owner)
-        assert region is not None
         peer.go_on()
         assert (await peer.ask("looped"))["error"] == "PeerLostError"
         note.detach()
+    _stuck_memory.clear()  # kept for the life of the process otherwise; this peer has gone
     again = await start("again")
     await works(again, start)
 
@@ -209,13 +207,17 @@ async def test_contract_13_close_with_a_stopped_peer(start: Start, kind: str) ->
 async def test_contract_13_an_exception_inside_the_block_comes_out(start: Start) -> None:
     b = await start("b")
     await b.allocate(MIB, "target")
-    transfers = []
-    with pytest.raises(ZeroDivisionError):
+    transfers: list[aiohixl.Transfer] = []
+
+    async def block() -> None:
         async with aiohixl.Engine("a") as a:
             peer = await a.connect(b.address)
             remote = await peer.region("target")
-            transfers = [peer.write(a.register(np.ones(MIB, np.uint8)), remote) for _ in range(10)]
+            transfers.extend(peer.write(a.register(np.ones(MIB, np.uint8)), remote) for _ in range(10))
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await block()
     for transfer in transfers:
         assert transfer.done()
         await transfer  # the block's end was patient
@@ -238,11 +240,15 @@ async def test_contract_13_used_before_the_start_and_after_the_end(start: Start)
         engine.stats,
     ]
 
+    async def made(call: Callable[[], Any]) -> None:
+        result = call()
+        if asyncio.iscoroutine(result):
+            await result
+
     async def all_raise(message: str) -> None:
         for call in calls:
             with pytest.raises(aiohixl.ClosedError, match=message):
-                result = call()
-                await result
+                await made(call)
 
     await all_raise("not started: use `async with`")
     with pytest.raises(aiohixl.ClosedError, match="no address yet"):
@@ -298,106 +304,3 @@ async def test_contract_13_a_start_that_fails_leaves_nothing(start: Start, home:
     assert "closed" in repr(engine)
     assert not home.exists() or list(home.iterdir()) == []
     await works(await start("good", address=f"127.0.0.1:{port}"), start)
-
-
-# ---- files ----
-
-
-async def test_contract_13_socket_files_come_and_go(home: Path) -> None:
-    async with aiohixl.Engine("a") as engine:
-        path = Path(engine.address.removeprefix("unix://"))
-        assert path.parent == home
-        assert stat.S_IMODE(home.stat().st_mode) == 0o700
-        assert stat.S_ISSOCK(path.stat().st_mode)
-        assert {p.suffix for p in home.iterdir()} == {".sock", ".lock"}
-    assert list(home.iterdir()) == []
-
-
-@pytest.mark.parametrize("wrong", ["mode", "file", "link"])
-async def test_contract_13_a_directory_that_others_can_enter_is_not_used(home: Path, wrong: str) -> None:
-    if wrong == "file":
-        home.touch()
-    elif wrong == "link":
-        (home.parent / "real").mkdir(mode=0o700)
-        home.symlink_to(home.parent / "real")
-    else:
-        home.mkdir()
-        home.chmod(0o755)
-    async with aiohixl.Engine("a") as engine:
-        assert not engine.address.startswith(f"unix://{home}/")
-        assert stat.S_IMODE(Path(engine.address.removeprefix("unix://")).parent.stat().st_mode) == 0o700
-
-
-async def test_contract_13_files_of_a_killed_process_are_swept(home: Path) -> None:
-    async with child("killed") as killed, child("alive") as alive:
-        paths = [Path(c.address.removeprefix("unix://")) for c in (killed, alive)]
-        killed.kill()
-        killed.process.wait()
-        long_ago = time.time() - 3600
-        for lock in home.glob("*.lock"):
-            os.utime(lock, (long_ago, long_ago))
-        assert all(path.exists() for path in paths)
-        async with aiohixl.Engine("a") as engine:
-            assert not paths[0].exists()
-            assert not paths[0].with_suffix(".lock").exists()
-            await (await engine.connect(alive.address)).notify(b"not swept: it lives")
-            assert len(list(home.iterdir())) == 4
-
-
-# ---- processes and objects that end without a close ----
-
-PROGRAM = """
-import asyncio, sys
-import numpy as np
-import aiohixl
-
-async def main():
-    global a, b, peer, pending
-    a, b = await aiohixl.Engine("a").start(), await aiohixl.Engine("b").start()
-    await b.allocate(1 << 24, "target")
-    peer = await a.connect(b.address)
-    remote = await peer.region("target")
-    pending = [peer.write(a.register(np.ones(1 << 24, np.uint8)), remote) for _ in range(8)]
-    if sys.argv[1] == "raise":
-        raise SystemExit(0)
-
-loop = asyncio.new_event_loop()
-loop.run_until_complete(main())
-if sys.argv[1] == "loop-closed":
-    loop.close()
-if sys.argv[1] == "dropped":
-    import gc
-    loop.close()
-    del a, b, peer, pending, loop
-    gc.collect()
-"""
-
-
-@pytest.mark.parametrize("flags", [(), ("-X", "dev")], ids=["plain", "dev"])
-@pytest.mark.parametrize("how", ["open", "loop-closed", "dropped", "raise"])
-def test_contract_13_a_process_that_never_closes_ends_quietly(how: str, flags: tuple[str, ...], home: Path) -> None:
-    done = run_python(PROGRAM, how, flags=flags)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    if not flags:
-        assert done.stderr == ""
-        return
-    complaints = [line for line in done.stderr.splitlines() if "Warning" in line or "rror" in line]
-    assert all("ResourceWarning" in line for line in complaints), done.stderr
-    if how == "dropped":
-        assert sum("was never closed" in line for line in complaints) == 2
-
-
-def test_contract_13_an_engine_that_is_dropped_warns_and_is_gone(home: Path) -> None:
-    loop = asyncio.new_event_loop()
-    engine = aiohixl.Engine("dropped")
-    loop.run_until_complete(engine.start())
-    loop.close()
-    assert len(list(home.iterdir())) == 2
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        del engine
-        gc.collect()
-    assert ["was never closed" in str(w.message) for w in seen if w.category is ResourceWarning] == [True]
-    assert native_threads() == set()
-    assert list(home.iterdir()) == []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A test double: the control link spoken in pure Python, so that tests can say what no engine would.
 
-Blocking sockets: engines answer from native threads, and need no turn of the loop for it. docs/control-link.md describes
-the frames.
+Blocking sockets: engines answer from native threads, and need no turn of the loop for it. docs/control-link.md
+describes the frames.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Frame:
     body: bytes
 
 
-def frame(kind: int, arg: int = 0, body: bytes = b"", *, nfds: int = 0, flags: int = 0, length: int | None = None) -> bytes:
+def frame(
+    kind: int, arg: int = 0, body: bytes = b"", *, nfds: int = 0, flags: int = 0, length: int | None = None
+) -> bytes:
     return FRAME.pack(FRAME.size + len(body) if length is None else length, kind, nfds, flags, arg) + body
 
 
@@ -146,7 +148,9 @@ class WirePeer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -163,7 +167,7 @@ class WirePeer:
     # ---- frames ----
 
     def send_bytes(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """The descriptors go with the first byte, and are closed here. A link that the engine has closed is no error."""
+        """The descriptors go with the first byte, and are closed here. A link that has been closed is no error."""
         try:
             if fds:
                 sent = self.sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
@@ -229,7 +233,7 @@ class WirePeer:
         return found
 
     def authenticate(self, hello: bytes | None = None) -> None:
-        """As far as the engine's page and region table; our page is still to be sent."""
+        """As far as the engine's page; our own is still to be sent."""
         found = self.greet(hello)
         assert found.type == ANSWER, found
         self.send(AUTH, 0, self.proof(b"i"))
@@ -239,15 +243,26 @@ class WirePeer:
         assert self.receive().type == PAGE
         if self.local:
             self.page = mmap.mmap(self.fds[0], 4096)
-        while (found := self.receive()).type != TABLE_END:
-            self.table.append(found)
 
     def handshake(self, hello: bytes | None = None) -> Self:
         """All of it, with a page and an empty region table of our own."""
         self.authenticate(hello)
         self.send(PAGE, fd=memfd() if self.local else None)
         self.send(TABLE_END)
+        while (found := self.receive()).type != TABLE_END:
+            self.table.append(found)
         return self
+
+    def regions(self) -> dict[bytes, int]:
+        """Names and ids of the engine's table."""
+        out = {}
+        for found in self.table:
+            body = found.body if found.type == REGION_ADD else b""
+            while body:
+                ident, *_, name_len, blob_len = ENTRY.unpack_from(body)
+                out[body[ENTRY.size : ENTRY.size + name_len]] = ident
+                body = body[ENTRY.size + name_len + blob_len :]
+        return out
 
     def revoke(self, seq: int, body: bytes) -> None:
         """As an owner does: first in the page, then by the frame."""

@@ -14,9 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import aiohixl
 from aiohixl.testing import Fault
+
+
+def view(region: Any) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(region, np.uint8)
 
 
 class Worker:
@@ -66,7 +71,7 @@ class Peer:
 
     async def allocate(self, name: str, nbytes: int, fill: int = 0) -> None:
         region = self.regions[name] = await self.engine.allocate(nbytes, name)
-        np.frombuffer(region, np.uint8)[:] = fill
+        view(region)[:] = fill
 
     async def register(self, name: str, nbytes: int, fill: int = 0) -> None:
         self.regions[name] = self.engine.register(np.full(nbytes, fill, np.uint8), name)
@@ -79,7 +84,7 @@ class Peer:
 
     async def values(self, name: str) -> list[int]:
         """Which byte values stand in the region."""
-        return [int(v) for v in np.unique(np.frombuffer(self.regions[name], np.uint8))]
+        return [int(v) for v in np.unique(view(self.regions[name]))]
 
     async def transfer(self, kind: str, local: str, remote: str, span: list[int] | None = None) -> str:
         """The name of the error, or nothing."""
@@ -97,7 +102,7 @@ class Peer:
         """Begin to repeat; answered when one round is done. Writes carry the values 1 to `top` in turn."""
         there = await self.the_peer().region(remote)
         region = self.regions[local]
-        bytes_here = np.frombuffer(region, np.uint8)
+        bytes_here = view(region)
 
         def post(i: int) -> aiohixl.Transfer:
             if kind == "write":
@@ -180,7 +185,7 @@ class Hammer:
 
     async def _run(self) -> None:
         slots = self._local.nbytes // self._nbytes
-        source = np.frombuffer(self._local, np.uint8)
+        source = view(self._local)
         while not self._stopping:
             source[:] = self._dice.integers(1, 256, source.nbytes, dtype=np.uint8)
             posted = []
