@@ -567,17 +567,9 @@ static void round_of_work(hx_clock_t *clock)
     reap_links(engine);
 }
 
-void hx_control_catch_up(hx_engine_t *engine)
-{
-    for (hx_link_t *link = engine->control.links; link; link = link->next)
-        if (!link->dead && link->state == HX_LINK_WAIT_PAGE)
-            hx_link_receive(link);
-}
-
 static void say_goodbye(hx_engine_t *engine)
 {
     hx_control_t *c = &engine->control;
-    hx_control_catch_up(engine);
     for (hx_endpoint_t *ep = c->endpoints; ep; ep = ep->next) {
         if (ep->link)
             hx_link_send(ep->link, HX_F_BYE, 0, NULL, 0, -1);

@@ -76,9 +76,9 @@ void hx_revoke_start(hx_engine_t *engine, hx_command_t *cmd)
     if (!rv->deregister)
         hx_standing_add(cmd);
     cmd->region = NULL;
-    hx_control_catch_up(engine);
     hx_control_arm_tick(engine); /* heartbeats to those who may be frozen */
-    for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next)
+    /* Of a region that was not announced nobody knows, and nobody need remember that it is gone. */
+    for (hx_endpoint_t *ep = engine->control.endpoints; ep && rv->region->announced; ep = ep->next)
         if (!ep->fenced && concerns(ep, rv->one_peer, rv->incarnation))
             send_spans(ep, HX_F_REVOKE, rv->region->id, rv->spans, rv->n);
     if (rv->deregister)
@@ -99,7 +99,7 @@ void hx_revoke_replay(hx_endpoint_t *ep, const hx_region_t *region)
 void hx_revoke_grant(hx_engine_t *engine, const hx_command_t *cmd)
 {
     hx_standing_grant(cmd);
-    for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next)
+    for (hx_endpoint_t *ep = engine->control.endpoints; ep && cmd->region->announced; ep = ep->next)
         if (!ep->fenced && concerns(ep, cmd->one_peer, cmd->incarnation))
             send_spans(ep, HX_F_GRANT, cmd->region->id, cmd->spans, cmd->n);
 }

@@ -5,54 +5,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import functools
 import os
-import random
 import secrets
 import sys
-import threading
 import traceback
 import warnings
-import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from aiohixl import _core
-from aiohixl.address import Address, SocketFile, format_tcp, looks_like_address, parse_addresses
-from aiohixl.buffers import BufferInfo, inspect_buffer
+from aiohixl import _core, forks
+from aiohixl.address import Address, SocketFile, format_tcp, parse_addresses
 from aiohixl.completion import CompletionQueue, NativeEvent, wake
 from aiohixl.config import EngineConfig, parse_host_port
+from aiohixl.connector import Connector
 from aiohixl.errors import (
     ClosedError,
     ConfigError,
     HixlError,
-    PeerError,
-    PeerMismatchError,
-    PeerUnreachableError,
     RegionError,
     RegionPinnedError,
-    RendezvousError,
-    make_error,
 )
 from aiohixl.events import Event, EventFan
-from aiohixl.kv import KVLayout
-from aiohixl.kvcache import KVCache, encode_announcement
+from aiohixl.kvcache import KVCache
+from aiohixl.membership import Membership
 from aiohixl.notes import Inbox, Note, NoteBoard
-from aiohixl.peer import Peer, unreachable
-from aiohixl.region import ACCESS, Answer, Region
+from aiohixl.offloop import in_thread, resolve
+from aiohixl.peer import Peer
+from aiohixl.region import Answer, Region
+from aiohixl.registry import Registry
 
 __all__ = ["Engine"]
 
-_PART = "{cache}\n{slot}"  # the name of a KV cache's part; users' names have no line feed
-# How an engine with no room for another handshake looks from outside: a full queue, a reset, a plain end.
-_BUSY = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE, 0)
 _UNPARK_PER_ROUND = 512
-T = TypeVar("T")
-#: Regions that a stopped peer may still touch although their engine is closed: leaking is safe, reusing is not.
-_stuck_memory: list[Region] = []
-_live: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 
 class Engine:
@@ -95,20 +80,15 @@ class Engine:
         self._closer: asyncio.Task[None] | None = None
         self._closed = False
         self._peers: dict[int, Peer] = {}
-        self._by_address: dict[str, asyncio.Task[Peer]] = {}
-        self._connecting: dict[int, asyncio.Future[Peer]] = {}
         self._parked: dict[Peer, None] = {}
         self._unpark_timer: asyncio.TimerHandle | None = None
-        self._regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
-        self._named: dict[str, Region] = {}
-        self._kept: dict[int, Region] = {}
-        self._allocations: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+        self._registry: Registry | None = None
+        self._connector: Connector | None = None
+        self._member: Membership | None = None
         self._notes = NoteBoard(self._note_taken)
         self._credits: dict[Peer, int] = {}
         self._events = EventFan()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._client: Any = None
-        self._awaiting: dict[asyncio.Task[Peer], int] = {}
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._epoch = 0
         self._created: traceback.StackSummary | None = None
@@ -140,7 +120,7 @@ class Engine:
             self._created = traceback.extract_stack(sys._getframe(1))
         host, port = parse_host_port(config.address, "address") if config.address else (None, 0)
         if host is not None:
-            host = (await _resolve(loop, host, port))[0]
+            host = (await resolve(loop, host, port))[0]
         self._socket = SocketFile()
         try:
             self._core = _core.Engine(
@@ -163,36 +143,22 @@ class Engine:
         self._queue = CompletionQueue(self._core, loop, self._on_event)
         self._queue.after_drain = self._after_drain
         self._queue.start()
-        _live[id(self)] = self
+        self._registry = Registry(self._core, self._queue, self.check, self._incarnation_of, self._events.emit)
+        self._connector = Connector(self._core, self._queue, config.handshake_timeout)
+        forks.remember(self)
         if config.rendezvous is not None:
             try:
-                await self._join(config.rendezvous)
+                await self._join()
             except BaseException:
                 await self.close()
                 raise
         return self
 
-    async def _join(self, url: str) -> None:
-        from aiohixl.rendezvous import RendezvousClient
-        from aiohixl.wire import derive_bearer
-
-        config = self._config
-        token = config.token or (derive_bearer(config.secret) if config.secret else None)
-        self._client = RendezvousClient(url, token=token)
-        record = await self._client.join(
-            self.name,
-            incarnation=self.incarnation,
-            addresses=[str(a) for a in parse_addresses(self.address)],
-            capabilities={"transports": ["shm"]},
-            ttl=config.ttl,
-            replace=config.replace,
-            force=config.force,
-            timeout=config.join_timeout,
-            on_lost=self._displaced,
-            on_rejoined=lambda record: self._rejoined(record.epoch),
-        )
-        self._rejoined(record.epoch)
-        self._spawn(self._watch(), "watch")
+    async def _join(self) -> None:
+        self._member = Membership(self._config, on_epoch=self._rejoined, on_displaced=self._displaced)
+        self._connector_().client = self._member.client
+        await self._member.join(self.incarnation, [str(a) for a in parse_addresses(self.address)])
+        self._spawn(self._member.watch(self._seen), "watch")
 
     def _rejoined(self, epoch: int) -> None:
         again = self._epoch != 0
@@ -209,13 +175,10 @@ class Engine:
             if not peer.is_lost:
                 peer._endpoint.close()
 
-    async def _watch(self) -> None:
+    def _seen(self, name: str, epoch: int) -> None:
         """A newer engine under a connected peer's name means that the peer is gone, whatever its socket says."""
-        async with contextlib.aclosing(self._client.watch()) as events:
-            async for event in events:
-                for record in event.records if event.kind in ("snapshot", "joined", "updated") else ():
-                    if any(p.name == record.name and p.epoch < record.epoch for p in self._peers.values()):
-                        self._native().supersede(record.name.encode(), record.epoch)
+        if any(p.name == name and p.epoch < epoch for p in self._peers.values()):
+            self._native().supersede(name.encode(), epoch)
 
     async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - patience, not a limit on the call
         """Leave the rendezvous, wait up to `timeout` seconds for transfers in flight, abort the rest.
@@ -246,7 +209,7 @@ class Engine:
     async def _close(self, patience: float) -> None:
         try:
             await self._settle(patience)
-            stuck = await _in_thread(self._queue_().loop, self._native().stop)
+            stuck = await in_thread(self._queue_().loop, self._native().stop)
         except BaseException:  # cancelled with all tasks of its loop: the end is without patience, but it is the end
             self._finish_close(self._native().stop())
             raise
@@ -254,10 +217,11 @@ class Engine:
 
     async def _settle(self, patience: float) -> None:
         queue = self._queue_()
-        for task in [*self._tasks, *self._by_address.values()]:
+        for task in self._tasks:
             task.cancel()
-        if self._client is not None:
-            await self._client.close()
+        self._connector_().cancel()
+        if self._member is not None:
+            await self._member.close()
         deadline = queue.loop.time() + patience
         while (
             (queue.sinks or self._parked)
@@ -280,36 +244,29 @@ class Engine:
             self._closed = True
             return
         self._check_loop()
-        for task in [*self._tasks, *self._by_address.values()]:
+        for task in self._tasks:
             task.cancel()
+        self._connector_().cancel()
         self._finish_close(self._core.stop())
 
     def _finish_close(self, stuck: int) -> None:
         if self._closed:
             return
-        if stuck:
-            _stuck_memory.extend(self._kept.values())
         queue = self._queue_()
         queue.close()
         self._closed = True
         for peer in self._peers.values():
             if not peer.is_lost:
                 peer.became_lost("CLOSED", "this engine is closed")
-        for future in self._connecting.values():
-            if not future.done():
-                future.set_exception(ClosedError(f"{self!r} is closed"))
+        self._connector_().close(ClosedError(f"{self!r} is closed"))
         if self._unpark_timer is not None:
             self._unpark_timer.cancel()
-        for region in list(self._regions.values()):
-            if not region.ready:
-                region.became_ready(_status_number("CLOSED"), 125)
+        self._registry_().close(_status_number("CLOSED"), stuck=bool(stuck))
         self._notes.close()
         self._events.close()
-        self._kept.clear()
-        self._named.clear()
         if self._socket is not None:
             self._socket.close()
-        _live.pop(id(self), None)
+        forks.forget(self)
         if stuck:
             raise RegionPinnedError(
                 f"{self!r} is closed, but {stuck} peer(s) stand still in the middle of a copy: the memory that they "
@@ -351,6 +308,14 @@ class Engine:
         assert self._queue is not None
         return self._queue
 
+    def _registry_(self) -> Registry:
+        assert self._registry is not None
+        return self._registry
+
+    def _connector_(self) -> Connector:
+        assert self._connector is not None
+        return self._connector
+
     @property
     def queue(self) -> CompletionQueue:
         return self._queue_()
@@ -366,6 +331,20 @@ class Engine:
             self._queue_().loop.call_exception_handler(
                 {"message": f"a background task of {self!r} failed", "exception": error, "task": task}
             )
+
+    # ---- forks ----
+
+    def before_fork(self) -> None:
+        self._native().before_fork()
+
+    def after_fork_in_parent(self) -> None:
+        self._native().after_fork()
+
+    def after_fork_in_child(self) -> None:
+        self._native().forked()
+        self._forked = True
+        if self._socket is not None:
+            self._socket.forget()
 
     # ---- identity ----
 
@@ -405,16 +384,7 @@ class Engine:
         is short.
         """
         self.check()
-        self._check_name(name)
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
-            raise RegionError(f"allocate: a positive number of bytes, not {nbytes!r}")
-        free = _available_memory()
-        if free is not None and nbytes > free:
-            raise RegionError(f"allocate: {nbytes} bytes asked for, {free} bytes of memory are available")
-        region = self._region(name, access, nbytes=nbytes, ready=False)
-        self._allocations[region.id] = region
-        self._announce(region, name)
-        return region
+        return self._registry_().allocate(nbytes, name, access=access)
 
     def register(self, buffer: Any, name: str = "", *, access: str = "rw") -> Region:
         """Register memory that exists: anything with the buffer protocol, numpy and torch CPU tensors, DLPack.
@@ -424,21 +394,12 @@ class Engine:
         unless ``access="r"``.
         """
         self.check()
-        region = self._register(inspect_buffer(buffer), buffer, name, access)
-        self._announce(region, name)
-        return region
+        return self._registry_().register(buffer, name, access=access)
 
     def register_many(self, buffers: Mapping[str, Any], *, access: str = "rw") -> dict[str, Region]:
         """`register` for each, validated as a whole before any is registered."""
         self.check()
-        infos = {name: inspect_buffer(buffer) for name, buffer in buffers.items()}
-        for name, info in infos.items():
-            self._check_name(name, required=True)
-            _check_registrable(info, name, access)
-        regions = {name: self._register(info, buffers[name], name, access) for name, info in infos.items()}
-        for name, region in regions.items():
-            self._announce(region, name)
-        return regions
+        return self._registry_().register_many(buffers, access=access)
 
     def register_kv(self, layers: Any, name: str = "kv", *, block_axis: int = 0, access: str = "rw") -> KVCache:
         """Register a paged KV cache: for each layer one tensor, a (k, v) pair, or a mapping of parts.
@@ -447,86 +408,9 @@ class Engine:
         that names the layer.
         """
         self.check()
-        self._check_name(name, required=True)
-        layout, infos = KVLayout.from_layers(layers, block_axis=block_axis)
-        for info in infos:
-            _check_access(info, name, access)
-        regions = []
-        for slot, info in enumerate(infos):
-            part = _PART.format(cache=name, slot=slot)
-            region = self._register(info, info.owner, part, access, strided=True)
-            regions.append(region)
-        root = self._region(name, "r", nbytes=0, layout=True, ready=True)
-        blob = encode_announcement(layout, regions)
-        if len(blob) > _core.BLOB_MAX:
-            raise ConfigError(
-                f"register_kv: the layout's description has {len(blob)} bytes, more than {_core.BLOB_MAX}"
-            )
-        for slot, region in enumerate(regions):
-            self._announce(region, _PART.format(cache=name, slot=slot))
-        cache = KVCache(name, layout, regions, root)
-        self._announce(root, name, blob)
-        return cache
+        return self._registry_().register_kv(layers, name, block_axis=block_axis, access=access)
 
-    def _register(self, info: BufferInfo, owner: Any, name: str, access: str, *, strided: bool = False) -> Region:
-        self._check_name(name, part=strided)
-        if strided:
-            _check_access(info, name, access)
-        else:
-            _check_registrable(info, name, access)
-        region = self._place(info, (owner, info.owner), name, access)
-        region.readonly = info.readonly
-        return region
-
-    def _place(self, info: BufferInfo, keep: Any, name: str, access: str) -> Region:
-        for parent in self._allocations.values():
-            if parent.addr <= info.addr and info.addr + info.nbytes <= parent.addr + parent.nbytes:
-                offset = info.addr - parent.addr
-                return self._region(
-                    name,
-                    access,
-                    nbytes=info.nbytes,
-                    parent=parent,
-                    offset=offset,
-                    owner=keep,
-                    ready=parent.ready,
-                )
-        return self._region(name, access, nbytes=info.nbytes, addr=info.addr, owner=keep, ready=True)
-
-    def _region(self, name: str, access: str, *, nbytes: int, ready: bool, **native: Any) -> Region:
-        _check_access_word(access)
-        try:
-            region = Region(self, self._native(), name=name, access=access, ready=ready, nbytes=nbytes, **native)
-        except _core.StatusError as exc:
-            status = self._queue_().statuses[exc.status]
-            detail = f": {os.strerror(exc.sys_errno)}" if status == "SYSTEM" else ""
-            raise RegionError(f"cannot register {nbytes} bytes as {name!r}{detail}") from None
-        self._regions[region.id] = region
-        return region
-
-    def _check_name(self, name: str, *, required: bool = False, part: bool = False) -> None:
-        if not isinstance(name, str) or (required and not name):
-            raise ConfigError(f"a name is a string that is not empty, not {name!r}")
-        try:
-            size = len(name.encode())
-        except UnicodeEncodeError:
-            raise ConfigError(f"a name is a string that UTF-8 can encode, not {name[:40]!r}") from None
-        if size > _core.NAME_MAX or "\0" in name or ("\n" in name and not part):
-            raise ConfigError(
-                f"a name has at most {_core.NAME_MAX} bytes of UTF-8 without NUL and line feed: {name[:40]!r}"
-            )
-        if name in self._named:
-            raise RegionError(f"{name!r} is registered already: {self._named[name]!r}; deregister it first")
-
-    def _announce(self, region: Region, name: str, blob: bytes = b"") -> None:
-        if name:
-            self._named[name] = region
-            self._kept[region.id] = region  # peers may use it whether or not anybody here still holds it
-            region._announce(name.encode(), blob)
-
-    # What regions ask of their engine.
-
-    def incarnation_of(self, peer: Any) -> bytes:
+    def _incarnation_of(self, peer: Any) -> bytes:
         if isinstance(peer, str):
             found = self.peers.get(peer)
             if found is None:
@@ -535,20 +419,6 @@ class Engine:
         if not isinstance(peer, Peer):
             raise ConfigError(f"a Peer or the name of one, not {peer!r}")
         return bytes.fromhex(peer.incarnation)
-
-    def region_quarantined(self, region: Region, spans: tuple[tuple[int, int], ...], detail: str) -> None:
-        self._events.emit(Event("quarantined", region=region, spans=spans, detail=detail))
-
-    def region_released(self, region: Region, spans: tuple[tuple[int, int], ...]) -> None:
-        self._events.emit(Event("released", region=region, spans=spans))
-        if region.deregistered and not region.quarantined:
-            self._kept.pop(region.id, None)
-
-    def region_gone(self, region: Region) -> None:
-        if self._named.get(region.name) is region:
-            del self._named[region.name]
-        if not region.quarantined:  # its memory must outlive whatever may still touch it
-            self._kept.pop(region.id, None)
 
     # ---- peers ----
 
@@ -560,146 +430,7 @@ class Engine:
         incarnation) or `RendezvousError`. Cancelling this ends the attempt if nobody else waits for it.
         """
         self.check()
-        if not isinstance(target, str) or not target:
-            raise ConfigError(f"connect takes a name or an address, not {target!r}")
-        task = self._by_address.get(target)
-        if task is not None and task.done():
-            if not task.cancelled() and task.exception() is None and not task.result().is_lost:
-                return task.result()
-            task = None
-        if task is None:
-            task = self._queue_().loop.create_task(self._connect(target, timeout), name=f"aiohixl connect {target}")
-            task.add_done_callback(lambda t: None if t.cancelled() else t.exception())
-            self._by_address[target] = task
-        self._awaiting[task] = self._awaiting.get(task, 0) + 1
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled() and self._closer is not None:
-                raise ClosedError(f"connect to {target!r}: {self!r} was closed") from None
-            if self._awaiting[task] == 1 and task.cancel() and self._by_address.get(target) is task:
-                del self._by_address[target]  # a call from now on begins anew, not by waiting for what was given up
-            raise
-        finally:
-            self._awaiting[task] -= 1
-            if not self._awaiting[task]:
-                del self._awaiting[task]
-            failed = task.done() and (task.cancelled() or task.exception() is not None)
-            if failed and self._by_address.get(target) is task:  # somebody may be trying again already
-                del self._by_address[target]
-
-    def _forget_address(self, lost: Peer) -> None:
-        for target, task in list(self._by_address.items()):
-            if task.done() and not task.cancelled() and task.exception() is None and task.result() is lost:
-                del self._by_address[target]
-
-    async def _connect(self, target: str, patience: float) -> Peer:
-        loop = self._queue_().loop
-        deadline = loop.time() + patience
-        if looks_like_address(target):
-            return await self._try_addresses(target, parse_addresses(target), None, None, deadline)
-        if self._client is None:
-            raise ConfigError(
-                f"connect to {target!r}: a name needs a rendezvous; without one give the peer's engine.address"
-            )
-        pause = 0.05
-        while True:
-            try:
-                record = await self._client.lookup(target, wait=max(0.0, deadline - loop.time()))
-            except RendezvousError as exc:
-                if exc.status != 404:
-                    raise
-                raise PeerUnreachableError(
-                    f"connect to {target!r}: the name did not appear in {patience} s: {exc}"
-                ) from exc
-            addresses = parse_addresses(",".join(record.addresses)) if record.addresses else []
-            try:
-                return await self._try_addresses(
-                    target, addresses, record.name, bytes.fromhex(record.incarnation), deadline
-                )
-            except PeerError as exc:
-                # It may have restarted since it joined: its new incarnation will say so to the rendezvous.
-                if isinstance(exc, PeerMismatchError) and getattr(exc, "native_status", "") != "STALE":
-                    raise
-                if loop.time() + pause >= deadline:
-                    raise
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 1.0)
-
-    async def _try_addresses(
-        self,
-        target: str,
-        addresses: list[Address],
-        name: str | None,
-        incarnation: bytes | None,
-        deadline: float,
-    ) -> Peer:
-        tried: list[str] = []
-        last: HixlError | None = None
-        for address in addresses:
-            for numeric in await self._numeric(address, tried):
-                try:
-                    return await self._dial_patiently(target, numeric, name, incarnation, deadline)
-                except PeerUnreachableError as exc:
-                    last = exc
-                    tried.append(f"{address}: {exc}")
-        error = unreachable(repr(target), tried)
-        if last is not None:
-            error.__cause__ = last
-        raise error
-
-    async def _numeric(self, address: Address, tried: list[str]) -> list[Address]:
-        if address.host is None:
-            return [address]
-        try:
-            hosts = await _resolve(self._queue_().loop, address.host, address.port)
-        except ConfigError as exc:
-            tried.append(str(exc))
-            return []
-        return [Address(None, host, address.port) for host in hosts]
-
-    async def _dial_patiently(
-        self, target: str, address: Address, name: str | None, incarnation: bytes | None, deadline: float
-    ) -> Peer:
-        """`_dial`, and again while it turns us away as if too many were at its door, until their time is up."""
-        loop = self._queue_().loop
-        until = min(deadline, loop.time() + 1.5 * self._config.handshake_timeout)
-        pause = 0.005
-        while True:
-            try:
-                return await self._dial(target, address, name, incarnation, deadline)
-            except PeerUnreachableError as exc:
-                pause *= random.uniform(1.0, 2.0)
-                if getattr(exc, "native_errno", None) not in _BUSY or loop.time() + pause >= until:
-                    raise
-            await asyncio.sleep(pause)
-
-    async def _dial(
-        self, target: str, address: Address, name: str | None, incarnation: bytes | None, deadline: float
-    ) -> Peer:
-        queue = self._queue_()
-        token = queue.new_token()
-        future: asyncio.Future[Peer] = queue.loop.create_future()
-        self._connecting[token] = future
-        try:
-            self._native().connect(
-                token,
-                path=os.fsencode(address.path) if address.path else None,
-                host=address.host.encode() if address.host else None,
-                port=address.port,
-                name=name.encode() if name else None,
-                incarnation=incarnation,
-            )
-            async with asyncio.timeout_at(deadline):
-                return await future
-        except TimeoutError:
-            raise PeerUnreachableError(f"connect to {target!r} at {address}: no answer in time") from None
-        except _core.StatusError as exc:
-            raise make_error(
-                queue.statuses[exc.status], f"connect to {target!r} at {address} is not possible"
-            ) from None
-        finally:
-            self._connecting.pop(token, None)
+        return await self._connector_().connect(target, timeout)
 
     # ---- notes, events, figures ----
 
@@ -786,10 +517,7 @@ class Engine:
         elif kind == _core.EV_PEER_UP:
             self._events.emit(Event("joined", peer=self._peer(endpoint)))
         elif kind == _core.EV_PEER_READY:
-            future = self._connecting.get(token)
-            if future is not None and not future.done():
-                future.set_result(self._peer(endpoint))
-            elif token and endpoint is not None:
+            if token and endpoint is not None and not self._connector_().answered(token, self._peer(endpoint)):
                 endpoint.close()  # whoever asked for it has gone
         elif kind == _core.EV_PEER_LOST:
             assert endpoint is not None
@@ -799,18 +527,12 @@ class Engine:
                 lost.became_lost(self._queue_().statuses[status], text)
                 self._credits.pop(lost, None)
                 self._parked.pop(lost, None)
-                self._forget_address(lost)
+                self._connector_().forget(lost)
                 self._events.emit(Event("lost", peer=lost, detail=text))
         elif kind == _core.EV_CONNECT_FAILED:
-            future = self._connecting.get(token)
-            if future is not None and not future.done():
-                name_ = self._queue_().statuses[status]
-                text = blob.decode("utf-8", "replace")
-                future.set_exception(make_error(name_, text, native_status=name_, native_errno=sys_errno))
+            self._connector_().failed(token, status, sys_errno, blob.decode("utf-8", "replace"))
         elif kind == _core.EV_REGION_READY:
-            region = self._regions.get(token)
-            if region is not None:
-                region.became_ready(status, sys_errno)
+            self._registry_().became_ready(token, status, sys_errno)
         elif kind == _core.EV_DONE:
             answer = self._queue_().sinks.get(token)
             if isinstance(answer, Answer):
@@ -828,113 +550,3 @@ class Engine:
 
 def _status_number(name: str) -> int:
     return next(number for number, known in _core.statuses().items() if known == name)
-
-
-def _check_access_word(access: object) -> None:
-    if not isinstance(access, str) or access not in ACCESS:
-        raise ConfigError(f"access: one of {', '.join(ACCESS)}, not {access!r}")
-
-
-def _check_access(info: BufferInfo, name: str, access: str) -> None:
-    _check_access_word(access)
-    if info.readonly and "w" in access:
-        raise RegionError(
-            f"{name!r} is read-only memory, and access {access!r} lets peers write: use access='r', or a copy"
-        )
-
-
-def _check_registrable(info: BufferInfo, name: str, access: str) -> None:
-    if not info.contiguous:
-        raise RegionError(
-            f"{name!r} is not contiguous (shape {info.shape}, strides {info.strides} bytes): register the whole of its "
-            "memory, or use register_kv, which takes strides"
-        )
-    _check_access(info, name, access)
-
-
-def _available_memory() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-async def _in_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
-    """Run a blocking call in a thread of its own: the loop's executor would leave one behind, and may be full."""
-    future: asyncio.Future[T] = loop.create_future()
-
-    def finish(deliver: Callable[[], None]) -> None:
-        if not future.done():
-            deliver()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as exc:
-            deliver = functools.partial(future.set_exception, exc)
-        else:
-            deliver = functools.partial(future.set_result, result)
-        loop.call_soon_threadsafe(finish, deliver)
-
-    thread = threading.Thread(target=run, name="aiohixl-call", daemon=True)
-    thread.start()
-    try:
-        return await future
-    finally:
-        if future.done():
-            thread.join()
-
-
-async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[str]:
-    """Numeric addresses of a host name, at least one, or `ConfigError`."""
-    import socket
-
-    def numeric(flags: int) -> list[str]:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-        return list(dict.fromkeys(str(info[4][0]) for info in infos))
-
-    try:
-        return numeric(socket.AI_NUMERICHOST)
-    except (OSError, UnicodeError):  # UnicodeError: labels that are no host's
-        pass
-    try:
-        return await _in_thread(loop, lambda: numeric(0))
-    except (OSError, UnicodeError) as exc:
-        raise ConfigError(f"host {host!r} cannot be resolved: {exc}") from None
-
-
-# Other threads may run between these hooks, and may start, drop or fork too: one fork at a time, and each engine that
-# was locked before is held, and let go after.
-_fork_lock = threading.Lock()
-_forking: list[Engine] = []
-
-
-def _before_fork() -> None:
-    _fork_lock.acquire()
-    _forking.extend(engine for ref in _live.valuerefs() if (engine := ref()) is not None)
-    for engine in _forking:
-        engine._native().before_fork()
-
-
-def _after_fork_in_parent() -> None:
-    for engine in _forking:
-        engine._native().after_fork()
-    _forking.clear()
-    _fork_lock.release()
-
-
-def _after_fork_in_child() -> None:
-    for engine in _forking:
-        engine._native().forked()
-        engine._forked = True
-        if engine._socket is not None:
-            engine._socket.forget()
-    _forking.clear()
-    _fork_lock.release()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

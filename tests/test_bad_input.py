@@ -75,7 +75,7 @@ async def test_an_empty_span_moves_nothing_and_completes(ground: Ground) -> None
 
 async def test_spans_in_the_wrong_places(ground: Ground, start: Start) -> None:
     a, b, peer = ground.a, ground.b, ground.peer
-    for local, remote in [
+    misplaced: list[tuple[Any, Any]] = [
         (ground.remote, ground.source),
         (ground.source, ground.source),
         (ground.remote, ground.remote),
@@ -83,7 +83,8 @@ async def test_spans_in_the_wrong_places(ground: Ground, start: Start) -> None:
         (ground.source, ground.memory),
         (None, ground.remote),
         (b"abc", ground.remote[:3]),
-    ]:
+    ]
+    for local, remote in misplaced:
         for post in (peer.write, peer.read, peer.route):
             with pytest.raises(aiohixl.RegionError):
                 post(local, remote)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
@@ -28,10 +29,13 @@ Start = Callable[..., Coroutine[Any, Any, aiohixl.Engine]]
 Pair = tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer]
 
 
+numbers = itertools.count()
+
+
 async def check_transfers(pair: Pair, value: int) -> None:
     """The parent's engines work, by the inline path, the copy threads and notes."""
     a, b, peer = pair
-    name = f"target {value} {len(b._named)}"
+    name = f"target {next(numbers)}"
     target = await b.allocate(1 << 20, name)
     remote = await peer.region(name)
     source = await a.allocate(1 << 20)
@@ -140,13 +144,8 @@ async def test_contract_12_the_childs_garbage_collection_touches_nothing(pair: P
         for number, area in enumerate(taken):
             area[:] = bytes([number % 251]) * len(area)
         holder.clear()
-        for engine in (a, b):
-            engine._peers.clear()
-            engine._regions.clear()
-            engine._named.clear()
-            engine._kept.clear()
-            engine._by_address.clear()
-            engine._queue = engine._core = None
+        for owner in (a, b, peer):
+            owner.__dict__.clear()  # whatever they hold, it goes now
         gc.collect()
         assert all(set(area[:]) == {number % 251} for number, area in enumerate(taken))
         return os.path.exists(path)

@@ -259,26 +259,27 @@ async def test_contract_03_stopped_and_then_killed(start: Start) -> None:
     engine = await start("owner", cancel_grace=0.05)
     region = await engine.allocate(16 << 20, "target")
     events = engine.events()
-    met = False
-    while not met:
-        async with child("peer") as peer:
-            await peer.ask("allocate", name="local", nbytes=16 << 20)
-            await peer.ask("connect", address=engine.address)
+    async with child("peer") as peer:
+        await peer.ask("allocate", name="local", nbytes=16 << 20)
+        await peer.ask("connect", address=engine.address)
+        while True:
             await peer.ask("loop", kind="write", local="local", remote="target")
             peer.stop()
             if await pinned(region.revoke()) is not None:
-                met = True
-                again = asyncio.create_task(region.revoke(spans=[(0, region.nbytes)]))
-                peer.kill()
-                async with asyncio.timeout(1):
-                    await again
-                    await until(lambda: region.quarantined == (), "the quarantine is lifted")
-            peer.kill()
-        region.grant()
+                break
+            peer.go_on()  # it stood between two copies
+            await peer.ask("looped")
+            region.grant()
+        again = asyncio.create_task(region.revoke(spans=[(0, region.nbytes)]))
+        peer.kill()
+        async with asyncio.timeout(1):
+            await again
+            await until(lambda: region.quarantined == (), "the quarantine is lifted")
     kinds = []
     while "released" not in kinds:
         kinds.append((await events.get()).kind)
     view(region)[:] = NEW
+    region.grant()
     other = await start("next")
     link = await other.connect(engine.address)
     await link.write(other.register(np.full(16 << 20, 1, np.uint8)), await link.region("target"))

@@ -15,7 +15,7 @@ from conftest import native_threads
 from processes import child
 
 import aiohixl
-from aiohixl.engine import _stuck_memory
+from aiohixl.registry import _stuck_memory
 from aiohixl.testing import FaultPlan
 
 Start = Callable[..., Coroutine[Any, Any, aiohixl.Engine]]

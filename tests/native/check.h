@@ -25,11 +25,11 @@ static inline bool check_at(bool ok, const char *file, int line, const char *wha
 
 #define CHECK(condition) check_at((condition), __FILE__, __LINE__, #condition)
 
-#define CHECK_EQ(got, expected) \
-    do { \
-        long long got_ = (long long)(got), expected_ = (long long)(expected); \
+#define CHECK_EQ(got, expected)                                                      \
+    do {                                                                             \
+        long long got_ = (long long)(got), expected_ = (long long)(expected);        \
         if (!check_at(got_ == expected_, __FILE__, __LINE__, #got " == " #expected)) \
-            fprintf(stderr, "  %lld, not %lld\n", got_, expected_); \
+            fprintf(stderr, "  %lld, not %lld\n", got_, expected_);                  \
     } while (0)
 
 static inline int report(const char *name)

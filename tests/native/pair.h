@@ -171,12 +171,12 @@ static inline void pump_all(int ms)
 }
 
 /* A lost wake-up shows as a condition that comes true without a bell, or never. */
-#define WAIT(condition) \
-    do { \
-        double end_ = seconds() + PATIENCE; \
+#define WAIT(condition)                          \
+    do {                                         \
+        double end_ = seconds() + PATIENCE;      \
         while (!(condition) && seconds() < end_) \
-            pump_all(1000); \
-        CHECK(condition); \
+            pump_all(1000);                      \
+        CHECK(condition);                        \
     } while (0)
 
 static inline hx_config_t config_of(const char *name)
@@ -356,10 +356,10 @@ static inline hx_status_t post_note(side_t *s, uint64_t token, const char *paylo
     return status;
 }
 
-#define WAIT_FINAL(side, token, expected) \
-    do { \
+#define WAIT_FINAL(side, token, expected)                  \
+    do {                                                   \
         WAIT(atomic_load(&(side)->of[token].finals) == 1); \
-        CHECK_EQ((side)->of[token].status, expected); \
+        CHECK_EQ((side)->of[token].status, expected);      \
     } while (0)
 
 /* ---- what leaks ---- */

@@ -198,8 +198,7 @@ static void killed(bool with_child)
     CHECK_EQ(listen_to(&child), 0);
     wait_for_write(hx_region_addr(y));
     for (uint64_t i = 0; i < 40; i++) {
-        CHECK_EQ(post_one(&s, i % 2 ? HX_READ : HX_WRITE, i, x, i * MB, remote(&s, "theirs"), i * MB, MB, NULL),
-                 HX_OK);
+        CHECK_EQ(post_one(&s, i % 2 ? HX_READ : HX_WRITE, i, x, i * MB, remote(&s, "theirs"), i * MB, MB, NULL), HX_OK);
         CHECK_EQ(post_note(&s, 100 + i, "note", NULL, 0, NULL), HX_OK);
     }
     end(&child);
@@ -381,8 +380,13 @@ static void test_forked(void)
             /* event, epoll and wake; the control thread's epoll and listener; a link, its pidfd, and memfds */
             bool closed = open_descriptors() <= before - 7;
             uint64_t zero = 0;
-            hx_segment_t seg = {.local = x, .remote = s.remote[0], .rkey = hx_rregion_rkey(s.remote[0]), .local_off = &zero,
-                                .remote_off = &zero, .each = 1, .n = 1};
+            hx_segment_t seg = {.local = x,
+                                .remote = s.remote[0],
+                                .rkey = hx_rregion_rkey(s.remote[0]),
+                                .local_off = &zero,
+                                .remote_off = &zero,
+                                .each = 1,
+                                .n = 1};
             hx_post_t post = {.kind = HX_WRITE, .token = 1, .epoch = HX_EPOCH_NOW, .segments = &seg, .nsegments = 1};
             uint64_t handle, index;
             bool done, refused = hx_post(s.ep, &post, &handle, &index, &done) == HX_ERR_CLOSED;

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What memory an engine has registered, under which names, and who keeps it alive."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohixl import _core
+from aiohixl.buffers import BufferInfo, inspect_buffer
+from aiohixl.completion import CompletionQueue
+from aiohixl.errors import ConfigError, RegionError
+from aiohixl.events import Event
+from aiohixl.kv import KVLayout
+from aiohixl.kvcache import KVCache, encode_announcement
+from aiohixl.region import ACCESS, Region
+
+__all__ = ["Registry"]
+
+_PART = "{cache}\n{slot}"  # the name of a KV cache's part; users' names have no line feed
+#: Regions that a stopped peer may still touch although their engine is closed: leaking is safe, reusing is not.
+_stuck_memory: list[Region] = []
+
+
+class Registry:
+    """The regions of one engine; their `Host`. `Engine` documents the methods of the same names."""
+
+    def __init__(
+        self,
+        core: _core.Engine,
+        queue: CompletionQueue,
+        check: Callable[[], None],
+        incarnation_of: Callable[[Any], bytes],
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._core = core
+        self.queue = queue
+        self.check = check
+        self.incarnation_of = incarnation_of
+        self._emit = emit
+        self._regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+        self._allocations: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+        self._named: dict[str, Region] = {}
+        # Peers may use a named region whether or not anybody here still holds it.
+        self._kept: dict[int, Region] = {}
+
+    def became_ready(self, region_id: int, status: int, sys_errno: int) -> None:
+        region = self._regions.get(region_id)
+        if region is not None:
+            region.became_ready(status, sys_errno)
+
+    def close(self, closed_status: int, *, stuck: bool) -> None:
+        """The engine has ended. `stuck`: a peer may still touch what it had access to."""
+        if stuck:
+            _stuck_memory.extend(self._kept.values())
+        for region in list(self._regions.values()):
+            if not region.ready:
+                region.became_ready(closed_status, errno.ECANCELED)
+        self._kept.clear()
+        self._named.clear()
+
+    def allocate(self, nbytes: int, name: str = "", *, access: str = "rw") -> Region:
+        self.check()
+        self._check_name(name)
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
+            raise RegionError(f"allocate: a positive number of bytes, not {nbytes!r}")
+        free = _available_memory()
+        if free is not None and nbytes > free:
+            raise RegionError(f"allocate: {nbytes} bytes asked for, {free} bytes of memory are available")
+        region = self._region(name, access, nbytes=nbytes, ready=False)
+        self._allocations[region.id] = region
+        self._announce(region, name)
+        return region
+
+    def register(self, buffer: Any, name: str = "", *, access: str = "rw") -> Region:
+        self.check()
+        region = self._register(inspect_buffer(buffer), buffer, name, access)
+        self._announce(region, name)
+        return region
+
+    def register_many(self, buffers: Mapping[str, Any], *, access: str = "rw") -> dict[str, Region]:
+        self.check()
+        infos = {name: inspect_buffer(buffer) for name, buffer in buffers.items()}
+        for name, info in infos.items():
+            self._check_name(name, required=True)
+            _check_registrable(info, name, access)
+        regions = {name: self._register(info, buffers[name], name, access) for name, info in infos.items()}
+        for name, region in regions.items():
+            self._announce(region, name)
+        return regions
+
+    def register_kv(self, layers: Any, name: str = "kv", *, block_axis: int = 0, access: str = "rw") -> KVCache:
+        self.check()
+        self._check_name(name, required=True)
+        layout, infos = KVLayout.from_layers(layers, block_axis=block_axis)
+        for info in infos:
+            _check_access(info, name, access)
+        regions = []
+        for slot, info in enumerate(infos):
+            part = _PART.format(cache=name, slot=slot)
+            region = self._register(info, info.owner, part, access, strided=True)
+            regions.append(region)
+        root = self._region(name, "r", nbytes=0, layout=True, ready=True)
+        blob = encode_announcement(layout, regions)
+        if len(blob) > _core.BLOB_MAX:
+            raise ConfigError(
+                f"register_kv: the layout's description has {len(blob)} bytes, more than {_core.BLOB_MAX}"
+            )
+        for slot, region in enumerate(regions):
+            self._announce(region, _PART.format(cache=name, slot=slot))
+        cache = KVCache(name, layout, regions, root)
+        self._announce(root, name, blob)
+        return cache
+
+    def _register(self, info: BufferInfo, owner: Any, name: str, access: str, *, strided: bool = False) -> Region:
+        self._check_name(name, part=strided)
+        if strided:
+            _check_access(info, name, access)
+        else:
+            _check_registrable(info, name, access)
+        region = self._place(info, (owner, info.owner), name, access)
+        region.readonly = info.readonly
+        return region
+
+    def _place(self, info: BufferInfo, keep: Any, name: str, access: str) -> Region:
+        for parent in self._allocations.values():
+            if parent.addr <= info.addr and info.addr + info.nbytes <= parent.addr + parent.nbytes:
+                offset = info.addr - parent.addr
+                return self._region(
+                    name,
+                    access,
+                    nbytes=info.nbytes,
+                    parent=parent,
+                    offset=offset,
+                    owner=keep,
+                    ready=parent.ready,
+                )
+        return self._region(name, access, nbytes=info.nbytes, addr=info.addr, owner=keep, ready=True)
+
+    def _region(self, name: str, access: str, *, nbytes: int, ready: bool, **native: Any) -> Region:
+        _check_access_word(access)
+        try:
+            region = Region(self, self._core, name=name, access=access, ready=ready, nbytes=nbytes, **native)
+        except _core.StatusError as exc:
+            status = self.queue.statuses[exc.status]
+            detail = f": {os.strerror(exc.sys_errno)}" if status == "SYSTEM" else ""
+            raise RegionError(f"cannot register {nbytes} bytes as {name!r}{detail}") from None
+        self._regions[region.id] = region
+        return region
+
+    def _check_name(self, name: str, *, required: bool = False, part: bool = False) -> None:
+        if not isinstance(name, str) or (required and not name):
+            raise ConfigError(f"a name is a string that is not empty, not {name!r}")
+        try:
+            size = len(name.encode())
+        except UnicodeEncodeError:
+            raise ConfigError(f"a name is a string that UTF-8 can encode, not {name[:40]!r}") from None
+        if size > _core.NAME_MAX or "\0" in name or ("\n" in name and not part):
+            raise ConfigError(
+                f"a name has at most {_core.NAME_MAX} bytes of UTF-8 without NUL and line feed: {name[:40]!r}"
+            )
+        if name in self._named:
+            raise RegionError(f"{name!r} is registered already: {self._named[name]!r}; deregister it first")
+
+    def _announce(self, region: Region, name: str, blob: bytes = b"") -> None:
+        if name:
+            self._named[name] = region
+            self._kept[region.id] = region
+            region._announce(name.encode(), blob)
+
+    # ---- what regions ask of their host ----
+
+    def region_quarantined(self, region: Region, spans: tuple[tuple[int, int], ...], detail: str) -> None:
+        self._emit(Event("quarantined", region=region, spans=spans, detail=detail))
+
+    def region_released(self, region: Region, spans: tuple[tuple[int, int], ...]) -> None:
+        self._emit(Event("released", region=region, spans=spans))
+        if region.deregistered and not region.quarantined:
+            self._kept.pop(region.id, None)
+
+    def region_gone(self, region: Region) -> None:
+        if self._named.get(region.name) is region:
+            del self._named[region.name]
+        if not region.quarantined:  # its memory must outlive whatever may still touch it
+            self._kept.pop(region.id, None)
+
+
+def _check_access_word(access: object) -> None:
+    if not isinstance(access, str) or access not in ACCESS:
+        raise ConfigError(f"access: one of {', '.join(ACCESS)}, not {access!r}")
+
+
+def _check_access(info: BufferInfo, name: str, access: str) -> None:
+    _check_access_word(access)
+    if info.readonly and "w" in access:
+        raise RegionError(
+            f"{name!r} is read-only memory, and access {access!r} lets peers write: use access='r', or a copy"
+        )
+
+
+def _check_registrable(info: BufferInfo, name: str, access: str) -> None:
+    if not info.contiguous:
+        raise RegionError(
+            f"{name!r} is not contiguous (shape {info.shape}, strides {info.strides} bytes): register the whole of its "
+            "memory, or use register_kv, which takes strides"
+        )
+    _check_access(info, name, access)
+
+
+def _available_memory() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
