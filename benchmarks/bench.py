@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,7 @@ BLOCKS, BLOCK = 8192, 16384
 
 def compile_baseline(folder: str) -> ctypes.CDLL:
     out = Path(folder, "baseline.so")
-    subprocess.run(
-        ["cc", "-O2", "-shared", "-fPIC", "-pthread", "-o", str(out), str(HERE / "baseline.c")], check=True
-    )
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-pthread", "-o", str(out), str(HERE / "baseline.c")], check=True)
     lib = ctypes.CDLL(str(out))
     lib.baseline_copy.restype = lib.baseline_blocks.restype = ctypes.c_double
     return lib
@@ -53,7 +52,7 @@ async def peer_main() -> None:
     async with aiohixl.Engine("bench-peer") as engine:
         await engine.allocate(512 * MIB, "bulk")
         memory = await engine.allocate(2 * BLOCKS * BLOCK)
-        k, v = np.frombuffer(memory, np.uint8).reshape(2, BLOCKS, BLOCK)
+        k, v = np.frombuffer(memoryview(memory), np.uint8).reshape(2, BLOCKS, BLOCK)
         await engine.register_kv([(k, v)], "kv")
         print(engine.address, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -74,12 +73,12 @@ def peer_process() -> Iterator[str]:
 
 
 def pointer(array: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(np.frombuffer(array, np.uint8).ctypes.data)
+    return ctypes.c_void_p(np.frombuffer(memoryview(array), np.uint8).ctypes.data)
 
 
 async def bench_bulk(engine: aiohixl.Engine, peer: aiohixl.Peer, lib: Any, threads: int, rounds: int) -> dict[str, Any]:
     source = await engine.allocate(512 * MIB)
-    np.frombuffer(source, np.uint8)[:] = 7
+    np.frombuffer(memoryview(source), np.uint8)[:] = 7
     target = await engine.allocate(512 * MIB)  # a mapped memfd, as the peer's is
     remote = await peer.region("bulk")
     await peer.write(source, remote)
@@ -117,8 +116,8 @@ async def bench_small(engine: aiohixl.Engine, peer: aiohixl.Peer, rounds: int) -
         await peer.write(span, remote)
         samples.append((time.perf_counter_ns() - start) / 1e3)
     samples.sort()
-    foreign = engine.register(np.zeros(4096, np.uint8))  # not allocated here: goes through a copy thread and the doorbell
-    queued = []
+    foreign = engine.register(np.zeros(4096, np.uint8))
+    queued = []  # foreign memory goes through a copy thread and the doorbell
     for _ in range(rounds * 200):
         start = time.perf_counter_ns()
         await peer.write(foreign, remote)
@@ -133,7 +132,7 @@ async def bench_small(engine: aiohixl.Engine, peer: aiohixl.Peer, rounds: int) -
 
 async def bench_kv(engine: aiohixl.Engine, peer: aiohixl.Peer, lib: Any, threads: int, rounds: int) -> dict[str, Any]:
     memory = await engine.allocate(2 * BLOCKS * BLOCK)
-    data = np.frombuffer(memory, np.uint8)
+    data = np.frombuffer(memoryview(memory), np.uint8)
     data[:] = np.random.default_rng(1).integers(0, 256, data.size, dtype=np.uint8)
     k, v = data.reshape(2, BLOCKS, BLOCK)
     cache = await engine.register_kv([(k, v)], "kv")
@@ -147,8 +146,13 @@ async def bench_kv(engine: aiohixl.Engine, peer: aiohixl.Peer, lib: Any, threads
 
     def loop(n: int) -> float:
         result: float = lib.baseline_blocks(
-            pointer(target), pointer(offsets[0]), pointer(memory), pointer(offsets[1]), ctypes.c_uint64(BLOCK),
-            ctypes.c_uint64(2 * count), n,
+            pointer(target),
+            pointer(offsets[0]),
+            pointer(memory),
+            pointer(offsets[1]),
+            ctypes.c_uint64(BLOCK),
+            ctypes.c_uint64(2 * count),
+            n,
         )
         return result
 
@@ -200,7 +204,8 @@ def main() -> int:
     if args.json:
         print(json.dumps({**figures, "missed": missed}, indent=1))
     else:
-        print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, uvloop {uvloop.__version__}")
+        versions = f"Python {platform.python_version()}, uvloop {version('uvloop')}"
+        print(f"{platform.platform()}, {os.cpu_count()} cores, {versions}")
         for name, value in figures.items():
             bound = TARGETS.get(name)
             goal = "" if bound is None else f"   (goal {'>=' if bound[1] else '<='} {bound[0]})"

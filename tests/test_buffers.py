@@ -24,9 +24,7 @@ from aiohixl.kv import KVLayout
 
 @pytest.fixture
 def torch() -> Any:
-    return pytest.importorskip(
-        "torch", reason="torch is not installed: install the test requirements (aiohixl[test])"
-    )
+    return pytest.importorskip("torch", reason="torch is not installed: install the test requirements (aiohixl[test])")
 
 
 def bytes_at(info: BufferInfo) -> bytes:

@@ -250,7 +250,7 @@ async def test_hundreds_of_friends_at_once(start: Start) -> None:
     b = await start("b")
     engines = [await start(f"a{i}", copy_threads=1) for i in range(8)]
     address = b.address
-    crowd = [asyncio.create_task(engine._connect(address, 30.0)) for engine in engines for _ in range(40)]
+    crowd = [asyncio.create_task(engine._connector_()._connect(address, 30.0)) for engine in engines for _ in range(40)]
     peers = await asyncio.gather(*crowd)
     assert len({id(peer) for peer in peers}) == 320
     await until(lambda: b.stats()["peers"] == 320, "b knows of them all")

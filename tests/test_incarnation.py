@@ -54,9 +54,9 @@ async def event(inbox: Inbox[aiohixl.Event], kind: str) -> aiohixl.Event:
 
 async def good(a: aiohixl.Engine, b: aiohixl.Engine, peer: aiohixl.Peer) -> None:
     """A transfer works, bytes and note."""
-    name = f"good {len(b._registry._named)}"
+    name = f"good {len(b._registry_()._named)}"
     target = await b.allocate(4096, name)
-    data = noise(4096, len(b._registry._named))
+    data = noise(4096, len(b._registry_()._named))
     await peer.write(a.register(data), await peer.region(name), note=b"good", topic="good")
     note = await b.notes("good").get()
     assert (note.payload, note.peer.name) == (b"good", a.name)
@@ -232,6 +232,7 @@ async def test_contract_09_another_incarnation_at_the_address(rendezvous: Rendez
     """The rendezvous tells of the old incarnation and the new one answers: it is asked again, until it knows."""
     a = await start("a", rendezvous=rendezvous.url)
     b = await start("b", rendezvous=rendezvous.url)
+    assert a._member is not None
     client = a._member.client
     true_record = await client.lookup("b")
     stale = replace(true_record, incarnation="f" * 32)

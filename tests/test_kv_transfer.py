@@ -33,7 +33,8 @@ def make_cache(seed: int, *, axis: int = 0, dtype: str = "float16", layers: int 
 
 
 def block(array: Array, index: int, axis: int) -> Array:
-    return np.take(array, index, axis)
+    taken: Array = np.take(array, index, axis)
+    return taken
 
 
 async def both(
@@ -80,7 +81,7 @@ async def test_mla_one_tensor_a_layer_in_allocated_memory(pair: Pair) -> None:
     shape = (BLOCKS, 16, 576)
     nbytes = int(np.prod(shape)) * 2
     memories = [await b.allocate(nbytes) for _ in range(2)]
-    there = [np.frombuffer(memory, np.float16).reshape(shape) for memory in memories]
+    there = [np.frombuffer(memoryview(memory), np.float16).reshape(shape) for memory in memories]
     await b.register_kv(there, "mla")
     here = [np.random.default_rng(i).random(shape).astype(np.float16) for i in range(2)]
     cache = await a.register_kv(here, "mla")
@@ -222,7 +223,7 @@ async def test_layouts_that_differ_are_named(pair: Pair) -> None:
         cache = await a.register_kv(other, f"kv-{name}")
         with pytest.raises(aiohixl.PeerMismatchError, match=name):
             peer.write_kv(cache, [0], [0], remote="kv")
-    with pytest.raises(aiohixl.RegionError, match="announced no KV cache 'absent' yet|has announced no KV cache"):
+    with pytest.raises(aiohixl.RegionError, match="no KV cache 'absent'"):
         peer.write_kv(cache, [0], [0], remote="absent")
 
 

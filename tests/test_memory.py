@@ -92,10 +92,10 @@ async def test_a_region_with_a_name_stays_until_it_is_deregistered(pair: Pair) -
     await peer.read(back, remote[0:64])
     assert bytes(back) == noise(64).tobytes()
     assert mappings() == before + 2  # its own, and the peer's
-    kept = b._registry._named["kept"]
+    kept = b._registry_()._named["kept"]
     assert isinstance(kept, aiohixl.Region)
     await kept.deregister()
-    assert "kept" not in b._registry._named
+    assert "kept" not in b._registry_()._named
     del kept
     gc.collect()
     await until(lambda: mappings() == before, "both ends have unmapped it")
@@ -225,7 +225,7 @@ async def test_the_owner_lives_as_long_as_its_registration(pair: Pair) -> None:
     del region
     gc.collect()
     assert alive() is not None, "peers may still write there"
-    kept = b._registry._named["owned"]
+    kept = b._registry_()._named["owned"]
     assert isinstance(kept, aiohixl.Region)
     await kept.deregister()
     del kept

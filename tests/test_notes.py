@@ -227,7 +227,7 @@ async def test_contract_02_a_reader_that_does_not_read_stops_note_senders_only(s
     carried = peer.write(source, remote, note=b"%d" % (WINDOW + 1))
     # Writes go on, and so do revocation and liveness.
     await peer.write(source, revoked)
-    await b._registry._named["revoked"].revoke(a.name)
+    await b._registry_()._named["revoked"].revoke(a.name)
     with pytest.raises(aiohixl.RemoteAccessError):
         await peer.write(source, revoked)  # transfer 259, held for four times peer_timeout
     with pytest.raises(aiohixl.RemoteAccessError):

@@ -342,9 +342,7 @@ async def test_other_content_is_refused(site: Site, headers: dict[str, str]) -> 
 
 async def test_a_broken_transfer_encoding_is_refused(site: Site) -> None:
     headers = ("Content-Type: application/json", "Transfer-Encoding: chunked")
-    status, _ = await raw(
-        site, raw_request("/v1/engines/x", *headers, method="PUT", body=b"zz\r\n{}\r\n0\r\n\r\n")
-    )
+    status, _ = await raw(site, raw_request("/v1/engines/x", *headers, method="PUT", body=b"zz\r\n{}\r\n0\r\n\r\n"))
     assert status == 400
     await site.usable()
 
@@ -368,9 +366,7 @@ async def test_a_body_that_does_not_come_is_given_up(site: Site, monkeypatch: py
     await site.usable()
 
 
-KEYS = st.sampled_from(
-    ["version", "incarnation", "ttl", "epoch", "addresses", "capabilities", "replace", "force"]
-)
+KEYS = st.sampled_from(["version", "incarnation", "ttl", "epoch", "addresses", "capabilities", "replace", "force"])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([1, A, B]),
     lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text() | KEYS, children, max_size=4),
@@ -429,9 +425,7 @@ async def test_wrong_methods(site: Site, method: str, path: str, allow: str) -> 
         assert response.headers["Allow"] == allow
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1", "/v1/", "/v1/engines/", "/v1/engines/a/b", "/v1/nothing", "/v1//engines"]
-)
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/engines/", "/v1/engines/a/b", "/v1/nothing", "/v1//engines"])
 async def test_paths_that_do_not_exist(site: Site, path: str) -> None:
     assert await site.error("GET", path) == (404, "no_such_route", None)
 
@@ -476,7 +470,7 @@ async def polls(site: Site, number: int) -> None:
 async def until(true: Callable[[], bool]) -> None:
     """For what the server does not announce: that a request has arrived at its handler."""
     async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110
+        while not true():
             await asyncio.sleep(0.001)
 
 
@@ -719,9 +713,7 @@ async def test_mounted_twice_in_an_application_of_somebody_else() -> None:
             assert (await site.ask("GET", "/v1/engines", headers=headers))[1]["records"] == []
             assert (await site.ask("PUT", "/v1/engines/a%20b", json=JOIN, headers=headers))[0] == 200
             renewal = {"version": 1, "incarnation": A}
-            assert (await site.ask("POST", "/v1/engines/a%20b/renew", json=renewal, headers=headers))[
-                0
-            ] == 200
+            assert (await site.ask("POST", "/v1/engines/a%20b/renew", json=renewal, headers=headers))[0] == 200
             assert (await site.error("GET", "/v1/x", headers=headers))[1] == "no_such_route"
         async with session.get(url) as response:
             assert await response.text() == "hello"
@@ -782,9 +774,7 @@ async def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-@pytest.mark.parametrize(
-    ("host", "port"), [("127.0.0.1", 65536), ("127.0.0.1", -1), ("", 0), ("127.0.0.1", True)]
-)
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 65536), ("127.0.0.1", -1), ("", 0), ("127.0.0.1", True)])
 async def test_addresses_that_cannot_be_served(host: str, port: int) -> None:
     with pytest.raises(ConfigError):
         await serve(host, port)

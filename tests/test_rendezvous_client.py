@@ -35,9 +35,7 @@ class Server:
 
     async def start(self, store: MemoryStore | None = None) -> None:
         self.store = store or MemoryStore()
-        self.url = await self._stack.enter_async_context(
-            serving("127.0.0.1", self.port, self.token, store=self.store)
-        )
+        self.url = await self._stack.enter_async_context(serving("127.0.0.1", self.port, self.token, store=self.store))
         self.port = int(self.url.rpartition(":")[2])
 
     async def stop(self) -> None:
@@ -128,9 +126,7 @@ async def test_what_is_wrong_is_said_before_anything_is_sent() -> None:
                 await ask
 
 
-async def test_a_lease_is_renewed_for_as_long_as_the_client_lives(
-    server: Server, client: RendezvousClient
-) -> None:
+async def test_a_lease_is_renewed_for_as_long_as_the_client_lives(server: Server, client: RendezvousClient) -> None:
     renewed = asyncio.Event()
     renewals = 0
     renew = server.store.renew
@@ -149,9 +145,7 @@ async def test_a_lease_is_renewed_for_as_long_as_the_client_lives(
     assert (found.epoch, found.age > 1) == (epoch, True)
 
 
-async def test_a_join_waits_until_a_crashed_holders_lease_ends(
-    server: Server, client: RendezvousClient
-) -> None:
+async def test_a_join_waits_until_a_crashed_holders_lease_ends(server: Server, client: RendezvousClient) -> None:
     crashed = server.store.join("x", JoinRequest(A, ttl=1))
     record = await client.join("x", incarnation=B)
     assert record.epoch > crashed.epoch
@@ -197,9 +191,7 @@ async def test_who_is_taken_over_hears_it_once_and_stops(
         await client.join("y", incarnation=A)
 
 
-async def test_a_callback_that_fails_is_reported_and_harmless(
-    server: Server, client: RendezvousClient
-) -> None:
+async def test_a_callback_that_fails_is_reported_and_harmless(server: Server, client: RendezvousClient) -> None:
     loop = asyncio.get_running_loop()
     reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     loop.set_exception_handler(lambda _, context: reports.put_nowait(context))
@@ -216,9 +208,7 @@ async def test_a_callback_that_fails_is_reported_and_harmless(
 async def test_a_restarted_rendezvous_gets_its_engines_back_with_their_epochs(server: Server) -> None:
     rejoined: asyncio.Queue[Record] = asyncio.Queue()
     async with RendezvousClient(server.url) as client:
-        before = await client.join(
-            "x", incarnation=A, ttl=1, addresses=["addr"], on_rejoined=rejoined.put_nowait
-        )
+        before = await client.join("x", incarnation=A, ttl=1, addresses=["addr"], on_rejoined=rejoined.put_nowait)
         instance = client.instance
         await server.stop()
         await server.start()
@@ -231,14 +221,12 @@ async def test_a_restarted_rendezvous_gets_its_engines_back_with_their_epochs(se
         assert await client.leave() is True
 
 
-async def test_renewing_survives_an_outage_and_tells_the_last_error(
-    server: Server, client: RendezvousClient
-) -> None:
+async def test_renewing_survives_an_outage_and_tells_the_last_error(server: Server, client: RendezvousClient) -> None:
     rejoined = asyncio.Event()
     await client.join("x", incarnation=A, ttl=1, on_rejoined=lambda record: rejoined.set())
     await server.stop()
     async with asyncio.timeout(30):
-        while client.last_error is None:  # noqa: ASYNC110 - nothing announces a failed renewal
+        while client.last_error is None:
             await asyncio.sleep(0.01)
     assert client.last_error.status == 0
     await server.start()
@@ -246,9 +234,7 @@ async def test_renewing_survives_an_outage_and_tells_the_last_error(
     assert client.last_error is None
 
 
-async def test_a_name_taken_while_the_rendezvous_was_away_is_lost(
-    server: Server, client: RendezvousClient
-) -> None:
+async def test_a_name_taken_while_the_rendezvous_was_away_is_lost(server: Server, client: RendezvousClient) -> None:
     lost: asyncio.Queue[RendezvousError] = asyncio.Queue()
     await client.join("x", incarnation=A, ttl=1, on_lost=lost.put_nowait)
     await server.stop()
@@ -258,9 +244,7 @@ async def test_a_name_taken_while_the_rendezvous_was_away_is_lost(
     assert (await asyncio.wait_for(lost.get(), 30)).status == 409
 
 
-async def test_a_store_that_outlives_its_server_is_joined_again_too(
-    server: Server, client: RendezvousClient
-) -> None:
+async def test_a_store_that_outlives_its_server_is_joined_again_too(server: Server, client: RendezvousClient) -> None:
     rejoined = asyncio.Event()
     store = server.store
     before = await client.join("x", incarnation=A, ttl=30, on_rejoined=lambda record: rejoined.set())
@@ -325,9 +309,7 @@ async def test_a_look_up_that_finds_nobody(client: RendezvousClient, wait: float
     assert (caught.value.status, caught.value.code) == (404, "not_found")
 
 
-async def test_long_waits_are_made_of_short_polls(
-    client: RendezvousClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_long_waits_are_made_of_short_polls(client: RendezvousClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiohixl.rendezvous.client._POLL", 0.02)
     with pytest.raises(RefusedError, match=r"gave up after 0\.2 s"):
         await client.lookup("x", wait=0.2)

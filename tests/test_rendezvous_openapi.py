@@ -45,9 +45,7 @@ def references(node: Any) -> Iterator[str]:
 def test_references_lead_somewhere_and_nothing_is_left_over() -> None:
     used = set(references(DOCUMENT))
     components = DOCUMENT["components"]
-    defined = {
-        f"#/components/{kind}/{name}" for kind in ("schemas", "responses") for name in components[kind]
-    }
+    defined = {f"#/components/{kind}/{name}" for kind in ("schemas", "responses") for name in components[kind]}
     assert used == defined
 
 

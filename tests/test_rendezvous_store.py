@@ -30,9 +30,7 @@ class Clock:
 
 
 class Fixture:
-    def __init__(
-        self, clock: Clock | None = None, *, max_engines: int = 100, max_remembered: int = 100
-    ) -> None:
+    def __init__(self, clock: Clock | None = None, *, max_engines: int = 100, max_remembered: int = 100) -> None:
         self.clock = clock or Clock()
         self.store = MemoryStore(
             clock=self.clock,
@@ -122,9 +120,7 @@ def test_a_second_live_engine_is_refused_and_told_who_holds_the_name(f: Fixture)
     assert f.store.join("x", JoinRequest(B)).epoch > first.epoch
 
 
-@pytest.mark.parametrize(
-    "how", [JoinRequest(B, replace=A), JoinRequest(B, force=True)], ids=["replace", "force"]
-)
+@pytest.mark.parametrize("how", [JoinRequest(B, replace=A), JoinRequest(B, force=True)], ids=["replace", "force"])
 def test_taking_over(f: Fixture, how: JoinRequest) -> None:
     first = f.store.join("x", JoinRequest(A))
     assert f.store.join("x", how).epoch > first.epoch

@@ -84,9 +84,7 @@ def test_sources_keep_the_rule(rule: Callable[[Path], list[str]]) -> None:
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), RULES)
-def test_rule_sees_an_offence(
-    rule: Callable[[Path], list[str]], name: str, text: str, tmp_path: Path
-) -> None:
+def test_rule_sees_an_offence(rule: Callable[[Path], list[str]], name: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="utf-8")

@@ -24,7 +24,7 @@ async def test_write_into_allocated_memory(pair: Pair) -> None:
     a, b, peer = pair
     target = await b.allocate(1 << 20, "target")
     source = await a.allocate(1 << 20)
-    np.frombuffer(source, np.uint8)[:] = fill(1 << 20)
+    np.frombuffer(memoryview(source), np.uint8)[:] = fill(1 << 20)
     transfer = peer.write(source, await peer.region("target"))
     assert await transfer is transfer
     assert transfer.done()
@@ -51,15 +51,15 @@ async def test_foreign_memory_both_ways(pair: Pair) -> None:
 async def test_views_of_allocated_memory_stay_mapped(pair: Pair) -> None:
     a, b, peer = pair
     memory = await b.allocate(1 << 16)
-    view = np.frombuffer(memory, np.uint8)[4097:9001]
+    view = np.frombuffer(memoryview(memory), np.uint8)[4097:9001]
     b.register(view, "view")
     remote = await peer.region("view")
     assert "mapped" in peer.route(a.register(np.zeros(4)), remote).reason
     data = fill(view.nbytes)
     await peer.write(a.register(data), remote)
     assert (view == data).all()
-    assert not np.frombuffer(memory, np.uint8)[:4097].any()
-    assert not np.frombuffer(memory, np.uint8)[9001:].any()
+    assert not np.frombuffer(memoryview(memory), np.uint8)[:4097].any()
+    assert not np.frombuffer(memoryview(memory), np.uint8)[9001:].any()
 
 
 async def test_a_note_follows_its_bytes(pair: Pair) -> None:
@@ -84,7 +84,7 @@ async def test_idle_mappings_are_dropped_and_come_back(start: Start) -> None:
     peer = await a.connect(b.address)
     source = await a.allocate(4096)
     data = fill(4096)
-    np.frombuffer(source, np.uint8)[:] = data
+    np.frombuffer(memoryview(source), np.uint8)[:] = data
     targets = [await b.allocate(4096, f"r{i}") for i in range(40)]
     remotes = [await peer.region(f"r{i}") for i in range(40)]
     for _ in range(3):
@@ -92,5 +92,5 @@ async def test_idle_mappings_are_dropped_and_come_back(start: Start) -> None:
             await peer.write(source[i:], remote[i:])
     assert a.stats()["mappings"] <= 9  # the newest may be there before the oldest has gone
     for i, target in enumerate(targets):
-        assert (np.frombuffer(target, np.uint8)[i:] == data[i:]).all()
-        assert not np.frombuffer(target, np.uint8)[:i].any()
+        assert (np.frombuffer(memoryview(target), np.uint8)[i:] == data[i:]).all()
+        assert not np.frombuffer(memoryview(target), np.uint8)[:i].any()

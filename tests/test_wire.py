@@ -87,9 +87,7 @@ def test_names_that_are_refused(name: object) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "segment", ["%FF", "%zz", "%", "%4", "a%2Fb", "%00", "%C3", "\udcff", "%ED%A0%80", "%2E%2E"]
-)
+@pytest.mark.parametrize("segment", ["%FF", "%zz", "%", "%4", "a%2Fb", "%00", "%C3", "\udcff", "%ED%A0%80", "%2E%2E"])
 def test_url_segments_that_are_no_name(segment: str) -> None:
     with pytest.raises(WireError) as caught:
         decode_name(segment)
@@ -101,9 +99,7 @@ def test_records_round_trip() -> None:
 
 
 def test_join_requests_round_trip_and_leave_out_what_is_unset() -> None:
-    request = JoinRequest(
-        INC, ("a",), {"k": [1, None, 2.5, {"x": "y"}]}, 5, epoch=3, replace="f" * 32, force=True
-    )
+    request = JoinRequest(INC, ("a",), {"k": [1, None, 2.5, {"x": "y"}]}, 5, epoch=3, replace="f" * 32, force=True)
     assert JoinRequest.from_json(json.loads(dump_message(request.to_json())), strict=True) == request
     assert set(JoinRequest(INC).to_json()) == {"incarnation", "addresses", "capabilities", "ttl", "force"}
 

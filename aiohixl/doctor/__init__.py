@@ -58,9 +58,9 @@ _REMEDIES = {
 
 def _providers() -> list[Provider]:
     try:
-        from aiohixl import _core
+        import aiohixl._core
 
-        found: list[dict[str, Any]] = _core.providers()
+        found: list[dict[str, Any]] = aiohixl._core.providers()
     except (ImportError, AttributeError) as exc:
         reason = f"the native core cannot be loaded: {exc}"
         return [Provider(name, False, reason, "build or reinstall aiohixl") for name in _REMEDIES]
