@@ -172,10 +172,20 @@ void hx_standing_grant(const hx_command_t *cmd);
 /* Pairs (offset, nbytes) that the engine of this incarnation must not touch, to be freed; NULL: none. */
 uint64_t *hx_standing_spans(const hx_region_t *region, const uint8_t *incarnation, size_t *n_p);
 
+/* commands.c */
+void hx_commands_run(hx_engine_t *engine);
+
+/* liveness.c: control thread only */
+void hx_live_check_operations(hx_engine_t *engine,
+                              uint64_t now_ns);              /* stalls, and cancels that were not obeyed in time */
+void hx_live_check_peer(hx_endpoint_t *ep, uint64_t now_ns); /* heartbeats while we wait for something */
+void hx_live_cancel_notes(hx_endpoint_t *ep);
+void hx_live_forget_lost(hx_engine_t *engine);
+void hx_live_let_go(hx_endpoint_t *ep);
+bool hx_live_anything_pending(hx_engine_t *engine);
+uint32_t hx_live_count_stuck(hx_engine_t *engine);
+
 /* control.c */
-/* A peer may use what we announced as soon as it has our page, before we have read its own. What it has sent is read
- * first, so that it stands among the endpoints when memory is taken back. */
-void hx_control_catch_up(hx_engine_t *engine);
 void hx_control_watch(hx_engine_t *engine, hx_link_t *link);
 void hx_control_watch_pid(hx_engine_t *engine, hx_endpoint_t *ep);
 /* Is this greeting from an incarnation older than one we have seen under its name? Remembers it if not. */

@@ -249,9 +249,9 @@ async def test_thousands_of_strangers_at_once(start: Start, kind: str) -> None:
 async def test_hundreds_of_friends_at_once(start: Start) -> None:
     b = await start("b")
     engines = [await start(f"a{i}", copy_threads=1) for i in range(8)]
-    address = b.address
-    crowd = [asyncio.create_task(engine._connector_()._connect(address, 30.0)) for engine in engines for _ in range(40)]
-    peers = await asyncio.gather(*crowd)
+    # A target of its own for each connect, since those to one target share a link.
+    targets = [f"unix:///nowhere/{i},{b.address}" for i in range(40)]
+    peers = await asyncio.gather(*(engine.connect(target) for engine in engines for target in targets))
     assert len({id(peer) for peer in peers}) == 320
     await until(lambda: b.stats()["peers"] == 320, "b knows of them all")
     await asyncio.gather(*(peer.notify(b"%d" % i) for i, peer in enumerate(peers)))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -44,6 +45,9 @@ async def rendezvous(quiet_loop: object) -> AsyncIterator[Rendezvous]:
     await server.stop()
 
 
+TURNS = itertools.count()
+
+
 async def event(inbox: Inbox[aiohixl.Event], kind: str) -> aiohixl.Event:
     async with asyncio.timeout(20):
         async for found in inbox:
@@ -54,9 +58,10 @@ async def event(inbox: Inbox[aiohixl.Event], kind: str) -> aiohixl.Event:
 
 async def good(a: aiohixl.Engine, b: aiohixl.Engine, peer: aiohixl.Peer) -> None:
     """A transfer works, bytes and note."""
-    name = f"good {len(b._registry_()._named)}"
+    turn = next(TURNS)
+    name = f"good {turn}"
     target = await b.allocate(4096, name)
-    data = noise(4096, len(b._registry_()._named))
+    data = noise(4096, turn)
     await peer.write(a.register(data), await peer.region(name), note=b"good", topic="good")
     note = await b.notes("good").get()
     assert (note.payload, note.peer.name) == (b"good", a.name)

@@ -218,7 +218,7 @@ async def test_contract_02_a_reader_that_does_not_read_stops_note_senders_only(s
     b = await start("b", peer_timeout=0.1)
     peer = await a.connect(b.address)
     target = await b.allocate(1 << 16, "t")
-    await b.allocate(1 << 16, "revoked")
+    taken_back = await b.allocate(1 << 16, "revoked")
     source, remote = a.register(noise(1 << 16)), await peer.region("t")
     revoked = await peer.region("revoked")
     for i in range(WINDOW):
@@ -227,7 +227,7 @@ async def test_contract_02_a_reader_that_does_not_read_stops_note_senders_only(s
     carried = peer.write(source, remote, note=b"%d" % (WINDOW + 1))
     # Writes go on, and so do revocation and liveness.
     await peer.write(source, revoked)
-    await b._registry_()._named["revoked"].revoke(a.name)
+    await taken_back.revoke(a.name)
     with pytest.raises(aiohixl.RemoteAccessError):
         await peer.write(source, revoked)  # transfer 259, held for four times peer_timeout
     with pytest.raises(aiohixl.RemoteAccessError):

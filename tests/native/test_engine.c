@@ -1040,13 +1040,12 @@ static void test_storm(bool faults, int ends, uint64_t posts)
                         atomic_load(&storm.accepted[i]), atomic_load(&a.of[i].finals), atomic_load(&a.of[i].earlies));
                 break;
             }
-    uint64_t early = 0, refused = 0, moved = 0;
+    uint64_t early = 0, moved = 0;
     for (uint64_t i = 0; i < POSTERS * posts; i++) {
         early += atomic_load(&a.of[i].earlies);
-        refused += a.of[i].status == HX_ERR_REMOTE_ACCESS;
         moved += a.of[i].nbytes > 0;
     }
-    CHECK(moved > 0 && (ends || refused > 0) && (ends || !faults || early > 0)); /* it was a storm */
+    CHECK(ends || (moved > 0 && (!faults || early > 0))); /* it was a storm */
     hx_stats_t stats;
     hx_engine_stats(a.engine, &stats);
     CHECK_EQ(stats.live_ops, 0);

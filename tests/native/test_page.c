@@ -95,7 +95,7 @@ static void test_import(void)
 
 /* ---- the promise ---- */
 
-enum { WRITERS = 1, ROUNDS = 100000, REGION = 3, LEN = 1000 };
+enum { WRITERS = 1, ROUNDS = 20000, REGION = 3, LEN = 1000 };
 
 static struct {
     hx_page_t *writer, *owner;
@@ -151,7 +151,7 @@ static void test_promise(void)
         /* The next revocation falls while the writer goes on. */
         uint64_t before = atomic_load(&shared.went_on);
         for (uint64_t spin = 1; atomic_load(&shared.went_on) < before + 2 && !atomic_load(&shared.over); spin++)
-            if (spin % 1024 == 0)
+            if (spin % 512 == 0)
                 sched_yield();
     }
     atomic_store(&shared.over, true);
