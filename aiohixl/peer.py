@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aiohixl import _core
+from aiohixl.announced import Announced
 from aiohixl.completion import CompletionQueue, wake
 from aiohixl.errors import (
     ConfigError,
@@ -24,7 +25,7 @@ from aiohixl.errors import (
     TransferAbortedError,
     make_error,
 )
-from aiohixl.kvcache import Blocks, KVCache, RemoteKV, Row, decode_announcement, rows_of_layer
+from aiohixl.kvcache import Blocks, KVCache, RemoteKV, Row, rows_of_layer
 from aiohixl.region import Region, RemoteRegion, Span, as_int64
 from aiohixl.scope import Scope, note_post
 from aiohixl.stream import KVStream
@@ -34,8 +35,8 @@ __all__ = ["Peer", "Route"]
 
 T = TypeVar("T")
 Offsets = Sequence[int] | npt.NDArray[Any]
-#: local region, remote region, rkey, local offsets, remote offsets, lengths or one length
 Payload = bytes | bytearray | memoryview
+#: local region, remote region, rkey, local offsets, remote offsets, lengths or one length
 Segment = tuple[
     Region, _core.RemoteRegion, int, npt.NDArray[np.int64], npt.NDArray[np.int64], int | npt.NDArray[np.int64]
 ]
@@ -80,13 +81,10 @@ class Peer:
         self._queue = host.queue
         self._endpoint = endpoint
         self._parked: deque[_Parked] = deque()
-        self._regions: dict[int, RemoteRegion] = {}
-        self._kv_ids: dict[str, tuple[Any, list[int]]] = {}
-        self._kv: dict[str, RemoteKV] = {}
-        self._news: list[asyncio.Future[None]] = []
         self._space: list[asyncio.Future[None]] = []
         self._lost: tuple[str, str] | None = None
         self.name = endpoint.name
+        self._announced = Announced(self.name)
         #: 32 hexadecimal digits, new each time the remote engine starts.
         self.incarnation = endpoint.incarnation.hex()
         self.epoch = endpoint.peer_epoch
@@ -108,67 +106,44 @@ class Peer:
     @property
     def regions(self) -> dict[str, RemoteRegion]:
         """Announced so far, by name. The parts of a KV cache stand in `caches`, as one."""
-        return {r.name: r for r in self._regions.values() if "\n" not in r.name}
+        return self._announced.named()
 
     @property
     def caches(self) -> dict[str, RemoteKV]:
         """KV caches announced so far, by name."""
-        return dict(self._kv)
+        return dict(self._announced.caches)
 
     async def region(self, name: str, *, wait: float = 10.0) -> RemoteRegion:
         """The region of that name; waits up to `wait` seconds for its announcement (`RegionError` then)."""
-        return await self._announced(lambda: self.regions.get(name), name, "region", wait, lambda: list(self.regions))
+        self._host.check()
+        return await self._wait_for("region", name, self._announced.named, wait)
 
     async def kv(self, name: str = "kv", *, wait: float = 10.0) -> RemoteKV:
         """The KV cache of that name; waits for it as `region` does."""
-        return await self._announced(lambda: self._kv.get(name), name, "KV cache", wait, lambda: list(self._kv))
-
-    async def _announced(
-        self, find: Callable[[], T | None], name: str, what: str, wait: float, known: Callable[[], list[str]]
-    ) -> T:
         self._host.check()
+        return await self._wait_for("KV cache", name, lambda: self._announced.caches, wait)
+
+    async def _wait_for(self, what: str, name: str, known: Callable[[], dict[str, T]], patience: float) -> T:
         try:
-            async with asyncio.timeout(wait):
-                while (found := find()) is None:
+            async with asyncio.timeout(patience):
+                while (found := known().get(name)) is None:
                     if self._lost is not None:
                         raise self._lost_error()
-                    await self._queue.waiter(self._news)
+                    await self._queue.waiter(self._announced.news)
                 return found
         except TimeoutError:
             raise RegionError(
-                f"peer {self.name!r} announced no {what} {name!r} within {wait} s; it has {known() or 'none'}"
+                f"peer {self.name!r} announced no {what} {name!r} within {patience} s; it has {list(known()) or 'none'}"
             ) from None
 
     def region_added(self, handle: _core.RemoteRegion, name: str, blob: bytes) -> None:
-        if handle.kind == _core.KIND_LAYOUT:
-            try:
-                self._kv_ids[name] = decode_announcement(blob)
-            except HixlError as exc:
-                self._unusable_cache(exc)
-        else:
-            self._regions[handle.id] = RemoteRegion(handle, name, self.name)
-        self._complete_caches()
-        wake(self._news)
+        for error in self._announced.add(handle, name, blob):
+            self._queue.loop.call_exception_handler(
+                {"message": f"peer {self.name!r} announced a KV cache that cannot be used", "exception": error}
+            )
 
     def region_removed(self, handle: _core.RemoteRegion) -> None:
-        self._regions.pop(handle.id, None)
-        for name, cache in list(self._kv.items()):
-            if any(region.id == handle.id for region in cache.regions):
-                del self._kv[name]
-                self._kv_ids.pop(name, None)
-
-    def _complete_caches(self) -> None:
-        for name, (layout, ids) in self._kv_ids.items():
-            if name not in self._kv and all(i in self._regions for i in ids):
-                try:
-                    self._kv[name] = RemoteKV(name, self.name, layout, [self._regions[i] for i in ids])
-                except HixlError as exc:
-                    self._unusable_cache(exc)
-
-    def _unusable_cache(self, error: HixlError) -> None:
-        self._queue.loop.call_exception_handler(
-            {"message": f"peer {self.name!r} announced a KV cache that cannot be used", "exception": error}
-        )
+        self._announced.remove(handle)
 
     def _lost_error(self) -> HixlError:
         """A new one each time: one that is raised keeps the frames that it passed, and a lost peer may be kept long."""
@@ -180,7 +155,7 @@ class Peer:
         parked, self._parked = self._parked, deque()
         for entry in parked:
             entry.transfer.fail(make_error(status, f"{self.describe(entry.transfer)}: the peer is lost: {text}"))
-        wake(self._news)
+        wake(self._announced.news)
         wake(self._space)
 
     # ---- transfers ----
@@ -389,12 +364,12 @@ class Peer:
 
     def _remote_kv(self, cache: KVCache, remote: RemoteKV | str | None) -> RemoteKV:
         name = cache.name if remote is None else remote
-        target = remote if isinstance(remote, RemoteKV) else self._kv.get(str(name))
+        target = remote if isinstance(remote, RemoteKV) else self._announced.caches.get(str(name))
         if target is None:
             if self._lost is not None:
                 raise self._lost_error()
             raise RegionError(
-                f"peer {self.name!r} has announced no KV cache {name!r} yet (it has {list(self._kv) or 'none'}); "
+                f"peer {self.name!r} has announced no KV cache {name!r} yet (it has {list(self.caches) or 'none'}); "
                 f"`await peer.kv({name!r})` waits for it"
             )
         target.agree(cache)
@@ -587,7 +562,7 @@ class Peer:
             if self._lost is None:
                 self._endpoint.close()
         while self._lost is None:
-            await self._queue.waiter(self._news)
+            await self._queue.waiter(self._announced.news)
 
     def after_drain(self) -> None:
         if self._space and not self.inflight:

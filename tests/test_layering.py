@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "address": {"config"},
     "region": {"_core", "completion"},
     "kvcache": {"blocks", "kv", "region"},
-    "peer": {"_core", "completion", "kvcache", "region", "scope", "stream", "transfer"},
+    "announced": {"_core", "completion", "kv", "kvcache", "region"},
+    "peer": {"_core", "announced", "completion", "kvcache", "region", "scope", "stream", "transfer"},
     "offloop": set(),
     "forks": set(),
     "membership": {"config"},
@@ -110,6 +111,7 @@ ASYNCIO = TOP | {
     "rendezvous",
     "connector",
     "offloop",
+    "announced",
 }
 
 

@@ -82,8 +82,7 @@ static void test_every_length(void)
         hx_sha256_update(&all, out, sizeof out);
     }
     hx_sha256_final(&all, out);
-    check_hex(out, "7d917fbd2cf49ddff9ad0a8706bba32d204e92e71d2e369c5a03d6af29278c9f",
-              "digest of 301 digests");
+    check_hex(out, "7d917fbd2cf49ddff9ad0a8706bba32d204e92e71d2e369c5a03d6af29278c9f", "digest of 301 digests");
 }
 
 static void test_every_split(void)
@@ -121,9 +120,8 @@ static void test_hmac_rfc4231(void)
     memset(data_dd, 0xdd, sizeof data_dd);
     memset(data_cd, 0xcd, sizeof data_cd);
     const char *short_text = "Test Using Larger Than Block-Size Key - Hash Key First";
-    const char *long_text =
-        "This is a test using a larger than block-size key and a larger than block-size data. "
-        "The key needs to be hashed before being used by the HMAC algorithm.";
+    const char *long_text = "This is a test using a larger than block-size key and a larger than block-size data. "
+                            "The key needs to be hashed before being used by the HMAC algorithm.";
     const struct {
         const void *key;
         size_t key_len;
@@ -139,8 +137,7 @@ static void test_hmac_rfc4231(void)
         {key_0c, 20, "Test With Truncation", 20, "a3b6167473100ee06e0c796c2955552b"},
         {key_aa, 131, short_text, strlen(short_text),
          "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54"},
-        {key_aa, 131, long_text, strlen(long_text),
-         "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"},
+        {key_aa, 131, long_text, strlen(long_text), "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char what[32];
@@ -159,16 +156,14 @@ static void test_hmac_edges(void)
     hx_hmac_sha256(key, 64, &x, 1, out);
     check_hex(out, "f91c4c403625fb06910ef93999265bbd2d62baeaec6ff36455498cc124fe3e66", "key of one block");
     hx_hmac_sha256(key, 65, &x, 1, out);
-    check_hex(out, "75092ca3ee2b307470c227697b42b3e65376aa3bae98fb5a1f7b7536daa9588a",
-              "key of one byte more");
+    check_hex(out, "75092ca3ee2b307470c227697b42b3e65376aa3bae98fb5a1f7b7536daa9588a", "key of one byte more");
     hx_hmac_sha256(NULL, 0, NULL, 0, out);
     check_hex(out, "b613679a0814d9ec772f95d778c35fc5ff1697c493715653c6c712144292c5ad", "nothing at all");
 
     struct iovec parts[] = {{(void *)"Hi", 2}, {NULL, 0}, {(void *)" Th", 3}, {(void *)"ere", 3}};
     memset(key, 0x0b, 20);
     hx_hmac_sha256(key, 20, parts, 4, out);
-    check_hex(out, "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7",
-              "parts, one of them empty");
+    check_hex(out, "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7", "parts, one of them empty");
 }
 
 static void test_equal(void)
