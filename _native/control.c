@@ -215,6 +215,13 @@ static void round_of_work(hx_clock_t *clock)
 {
     hx_engine_t *engine = clock->engine;
     hx_control_t *c = &engine->control;
+    /* Only notes that were here before the commands go out after them: a note that says "granted", "registered" must not
+     * overtake the grant or the announcement that was asked for before it. */
+    for (hx_endpoint_t *ep = c->endpoints; ep; ep = ep->next) {
+        pthread_mutex_lock(&ep->note_mu);
+        ep->note_due = ep->note_pushed;
+        pthread_mutex_unlock(&ep->note_mu);
+    }
     hx_commands_run(engine);
     for (hx_endpoint_t *ep = c->endpoints; ep; ep = ep->next) {
         hx_live_cancel_notes(ep);

@@ -320,7 +320,8 @@ struct hx_endpoint {
     /* outgoing notes, under note_mu */
     pthread_mutex_t note_mu;
     hx_note_t *note_head, *note_tail, *unacked_head, *unacked_tail;
-    uint64_t note_seq;
+    uint64_t note_seq, note_pushed; /* how many were sent, and queued, so far */
+    uint64_t note_due; /* control thread only: those up to this one may be sent */
     uint32_t note_credit;
     _Atomic uint32_t notes_pending;
     /* liveness, control thread only */

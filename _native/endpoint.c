@@ -82,6 +82,7 @@ bool hx_endpoint_push_note(hx_endpoint_t *ep, hx_note_t *note)
         else
             ep->note_head = note;
         ep->note_tail = note;
+        ep->note_pushed++;
     }
     pthread_mutex_unlock(&ep->note_mu);
     if (up)

@@ -231,7 +231,7 @@ void hx_frames_pump_notes(hx_endpoint_t *ep)
     while (ep->link && !ep->link->dead) {
         hx_note_t *note = NULL;
         pthread_mutex_lock(&ep->note_mu);
-        if (ep->note_head && ep->note_credit) {
+        if (ep->note_head && ep->note_credit && ep->note_seq < ep->note_due) {
             note = ep->note_head;
             ep->note_head = note->next;
             if (!ep->note_head)
@@ -311,9 +311,7 @@ static void on_credit(hx_link_t *link, uint64_t n)
     if (ok)
         ep->note_credit += (uint32_t)n;
     pthread_mutex_unlock(&ep->note_mu);
-    if (ok)
-        hx_frames_pump_notes(ep);
-    else
+    if (!ok) /* what may go out now goes out in this round, after the commands */
         broken(link, "more note credit than there are notes");
 }
 

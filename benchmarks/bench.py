@@ -130,6 +130,25 @@ async def bench_small(engine: aiohixl.Engine, peer: aiohixl.Peer, rounds: int) -
     }
 
 
+async def sweep_inline(rounds: int) -> dict[str, Any]:
+    """What one awaited write costs by size, inside the post and by a copy thread: the reason for `inline_limit`."""
+    out: dict[str, Any] = {}
+    with peer_process() as address:
+        for how, limit in (("inline", MIB), ("thread", 0)):
+            async with aiohixl.Engine("bench", inline_limit=limit) as engine:
+                peer = await engine.connect(address)
+                remote, source = await peer.region("bulk"), await engine.allocate(MIB)
+                await warm(lambda p=peer, s=source, r=remote: p.write(s, r[:MIB]))
+                for kib in (4, 16, 32, 64, 128, 256):
+                    size, samples = kib << 10, []
+                    for _ in range(rounds * 100):
+                        start = time.perf_counter_ns()
+                        await peer.write(source[:size], remote[:size])
+                        samples.append((time.perf_counter_ns() - start) / 1e3)
+                    out[f"{kib} KiB {how} us"] = statistics.median(samples)
+    return out
+
+
 async def bench_kv(engine: aiohixl.Engine, peer: aiohixl.Peer, lib: Any, threads: int, rounds: int) -> dict[str, Any]:
     memory = await engine.allocate(2 * BLOCKS * BLOCK)
     data = np.frombuffer(memoryview(memory), np.uint8)
@@ -192,10 +211,14 @@ def main() -> int:
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None, help="copy threads, here and in the baseline")
+    parser.add_argument("--inline", action="store_true", help="only show where inline copies stop paying")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.peer:
         uvloop.run(peer_main())
+        return 0
+    if args.inline:
+        print(json.dumps(uvloop.run(sweep_inline(args.rounds)), indent=1))
         return 0
     figures = uvloop.run(bench(args.rounds, args.threads))
     missed = [
