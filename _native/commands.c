@@ -171,7 +171,7 @@ static void run_command(hx_engine_t *engine, hx_command_t *cmd)
     case HX_CMD_ANNOUNCE:
         cmd->region->wanted = true;
         cmd->region = NULL; /* the reference goes with it */
-        engine->control.rescan = true;
+        atomic_store(&engine->control.rescan, true);
         break;
     case HX_CMD_REVOKE:
     case HX_CMD_DEREGISTER:
@@ -216,8 +216,6 @@ void hx_commands_run(hx_engine_t *engine)
         run_command(engine, cmd);
         cmd = next;
     }
-    if (c->rescan) {
-        c->rescan = false;
+    if (atomic_exchange(&c->rescan, false))
         announce_ready(engine);
-    }
 }

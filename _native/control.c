@@ -200,7 +200,6 @@ static void dispatch(hx_engine_t *engine, const struct epoll_event *ev)
         if (read(c->wake_fd, &count, sizeof count) < 0) {
             /* somebody else's wake-up was merged into an earlier one */
         }
-        c->rescan = true;
         break;
     case TAG_UNIX:
         hx_links_accept(engine, c->unix_fd, false);
@@ -406,6 +405,7 @@ void hx_links_forked(hx_engine_t *engine)
             hx_close_fd(&out->fd);
         while (link->nfds)
             close(link->fds[--link->nfds]);
+        hx_close_fd(&link->ep->pidfd);
     }
     for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next)
         hx_close_fd(&ep->pidfd);

@@ -184,8 +184,8 @@ struct hx_region {
     char *name, *blob;
     uint32_t name_len, blob_len;
     /* control thread only */
-    bool wanted;    /* to be announced; holds a reference until it is deregistered or the engine stops */
-    bool announced; /* peers have been told */
+    bool wanted;                  /* to be announced; holds a reference until it is deregistered or the engine stops */
+    bool announced;               /* peers have been told */
     struct hx_standing *standing; /* what is revoked now (standing.c) */
     size_t nstanding, standing_cap;
 };
@@ -249,6 +249,7 @@ typedef struct {
 typedef struct {
     hx_revoked_t *entries;
     size_t n, cap;
+    _Atomic uint32_t n_sticky;
 } hx_revoked_list_t;
 
 typedef struct {
@@ -267,6 +268,8 @@ bool hx_revoked_add(hx_revoked_set_t *set, uint64_t region, const uint64_t *span
 void hx_revoked_grant(hx_revoked_set_t *set, uint64_t region, const uint64_t *spans, size_t n);
 /* Of a region that is marked dead already: its id never comes back. */
 void hx_revoked_forget(hx_revoked_set_t *set, uint64_t region);
+/* Without a lock: nothing of this region is refused to a permission of this epoch. False: ask hx_revoked_hits. */
+bool hx_revoked_quiet(hx_revoked_set_t *set, uint64_t region, uint64_t epoch);
 bool hx_revoked_hits(hx_revoked_set_t *set, uint64_t region, uint64_t off, uint64_t end, uint64_t epoch);
 
 /* ---- endpoints (endpoint.c) ---- */
@@ -305,6 +308,8 @@ struct hx_endpoint {
     pid_t pid;
     bool vm_ok; /* the nonce proof succeeded: process_vm_* reaches the peer */
     int vm_errno;
+    uint64_t vm_addr; /* where the peer's nonce stands in its memory */
+    uint8_t vm_nonce[HX_NONCE_LEN];
     hx_page_t *mine;   /* our slots; the peer moves its revoke_seq */
     hx_page_t *theirs; /* the peer's slots; we move its revoke_seq */
     int mine_fd;
@@ -321,7 +326,7 @@ struct hx_endpoint {
     pthread_mutex_t note_mu;
     hx_note_t *note_head, *note_tail, *unacked_head, *unacked_tail;
     uint64_t note_seq, note_pushed; /* how many were sent, and queued, so far */
-    uint64_t note_due; /* control thread only: those up to this one may be sent */
+    uint64_t note_due;              /* control thread only: those up to this one may be sent */
     uint32_t note_credit;
     _Atomic uint32_t notes_pending;
     /* liveness, control thread only */
@@ -333,6 +338,10 @@ struct hx_endpoint {
 hx_endpoint_t *hx_endpoint_new(hx_engine_t *engine);
 bool hx_endpoint_push_note(hx_endpoint_t *ep, hx_note_t *note); /* false: lost */
 hx_note_t *hx_note_new(const char *topic, size_t topic_len, const void *payload, size_t len);
+/* Does process_vm_readv with the peer's pid read the peer's nonce where it says that it stands? In another pid namespace
+ * the number is somebody else's or nobody's; it can be used again after the peer; the peer can exec another program; Yama,
+ * uid and capabilities decide the rest. 0, or the errno. */
+int hx_endpoint_prove_vm(const hx_endpoint_t *ep);
 hx_rregion_t *hx_endpoint_find(hx_endpoint_t *ep, uint64_t id);
 void hx_endpoint_lose(hx_endpoint_t *ep, hx_status_t status, const char *text); /* control thread */
 
@@ -397,7 +406,7 @@ typedef struct {
     uint32_t shaking;         /* of them, strangers still in their handshake */
     hx_endpoint_t *endpoints; /* control thread only; owned references */
     hx_revoke_t *revokes;
-    bool rescan; /* a region may have become ready for its announcement */
+    _Atomic bool rescan; /* a region may have become ready for its announcement */
     uint64_t next_serial;
 } hx_control_t;
 

@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Our side of one peer: its state, its announced regions, the notes on their way to it, and its loss. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "link.h"
+#include "sha256.h"
 
 hx_endpoint_t *hx_endpoint_new(hx_engine_t *engine)
 {
@@ -45,6 +48,16 @@ void hx_endpoint_unref(hx_endpoint_t *ep)
     pthread_mutex_destroy(&ep->note_mu);
     hx_revoked_free(&ep->revoked);
     free(ep);
+}
+
+int hx_endpoint_prove_vm(const hx_endpoint_t *ep)
+{
+    uint8_t seen[HX_NONCE_LEN];
+    struct iovec local = {seen, sizeof seen}, remote = {(void *)(uintptr_t)ep->vm_addr, sizeof seen};
+    ssize_t n = process_vm_readv(ep->pid, &local, 1, &remote, 1, 0);
+    if (n < 0)
+        return errno;
+    return n == sizeof seen && hx_equal_ct(seen, ep->vm_nonce, sizeof seen) ? 0 : ESRCH;
 }
 
 hx_rregion_t *hx_endpoint_find(hx_endpoint_t *ep, uint64_t id)

@@ -17,7 +17,6 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include "link.h"
@@ -131,21 +130,12 @@ static int open_pidfd(hx_link_t *link)
     return link->ep->pid > 0 ? (int)syscall(SYS_pidfd_open, link->ep->pid, 0) : -1;
 }
 
-/* Does process_vm_readv with this pid and address read what the peer says stands there? In another pid namespace the
- * number is somebody else's or nobody's; Yama, uid and capabilities decide the rest. */
 static void try_vm(hx_endpoint_t *ep, const hx_hello_t *h)
 {
-    uint8_t seen[HX_NONCE_LEN];
-    struct iovec local = {seen, sizeof seen};
-    struct iovec remote = {(void *)(uintptr_t)h->vm_addr, sizeof seen};
-    ep->vm_errno = ESRCH;
-    if (ep->pid <= 0 || ep->pidfd < 0)
-        return;
-    ssize_t n = process_vm_readv(ep->pid, &local, 1, &remote, 1, 0);
-    if (n < 0)
-        ep->vm_errno = errno;
-    else if (n == sizeof seen && hx_equal_ct(seen, h->vm_nonce, sizeof seen))
-        ep->vm_ok = true;
+    ep->vm_addr = h->vm_addr;
+    memcpy(ep->vm_nonce, h->vm_nonce, sizeof ep->vm_nonce);
+    ep->vm_errno = ep->pid > 0 && ep->pidfd >= 0 ? hx_endpoint_prove_vm(ep) : ESRCH;
+    ep->vm_ok = !ep->vm_errno;
 }
 
 /* Authenticated. `theirs`: the peer's greeting. */

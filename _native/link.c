@@ -294,8 +294,9 @@ void hx_link_receive(hx_link_t *link)
             /* Going on without it could pair a later descriptor with the wrong frame. */
             bool short_of = msg.msg_flags & MSG_CTRUNC;
             hx_link_fail(link, HX_ERR_MISMATCH, short_of ? EMFILE : 0, "%s",
-                         short_of ? "no descriptor was left to receive one of the peer's (ulimit -n)"
-                                  : "more descriptors than a control link carries");
+                         short_of
+                             ? "the peer sent more descriptors than fit, or none was left here to take one (ulimit -n)"
+                             : "more descriptors than a control link carries");
             return;
         }
         link->rx_len += (size_t)n;

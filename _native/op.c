@@ -382,6 +382,8 @@ static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t 
         return atomic_load(&ep->state) == HX_EP_LOST ? (hx_status_t)atomic_load(&ep->lost_status) : HX_ERR_PEER_LOST;
     if (post->has_note && (post->note_len > HX_NOTE_MAX || post->topic_len > HX_TOPIC_MAX))
         return HX_ERR_CONFIG;
+    if (post->nsegments && post->kind != HX_WRITE && post->kind != HX_READ)
+        return HX_ERR_CONFIG;
     for (size_t s = 0; s < post->nsegments; s++) {
         status = check_segment(ep, post, &post->segments[s], ndescs, index_p);
         if (status != HX_OK)

@@ -108,8 +108,10 @@ static hx_status_t prepare(hx_op_t *op)
 {
     for (size_t i = 0; i < op->nparts; i++) {
         uint32_t state = atomic_load(&op->parts[i].local->state);
-        if (state == HX_REGION_PENDING)
+        if (state == HX_REGION_PENDING) {
+            atomic_store(&op->progress_ns, hx_now_ns()); /* its population goes on, and kicks us at each step */
             return HX_AGAIN;
+        }
         if (state == HX_REGION_FAILED)
             return HX_ERR_REGION_CLOSED;
         hx_status_t status = prepare_remote(op, op->parts[i].remote);
@@ -174,8 +176,10 @@ static hx_status_t copy_foreign(const hx_op_t *op, const hx_rregion_t *r, hx_gro
     for (size_t i = 0; i < n; i++)
         rm[i].iov_base = (void *)(uintptr_t)(r->addr + (uintptr_t)rm[i].iov_base);
     while (n) {
-        if (poll(&pfd, 1, 0) != 0)
-            return HX_AGAIN; /* it has ended, and the control thread is about to say so, to everybody at once */
+        /* Its process has ended, or its memory is another program's by now: the control thread is about to say so, to
+         * everybody at once. */
+        if (poll(&pfd, 1, 0) != 0 || hx_endpoint_prove_vm(op->ep))
+            return HX_AGAIN;
         ssize_t done = op->kind == HX_WRITE ? process_vm_writev(op->ep->pid, l, n, rm, n, 0)
                                             : process_vm_readv(op->ep->pid, l, n, rm, n, 0);
         if (done <= 0) {
@@ -278,9 +282,9 @@ static bool try_inline(hx_op_t *op)
     const hx_desc_t *d = op->descs;
     hx_page_publish(ep->mine, slot, r->id, d->remote_off, d->remote_off + d->nbytes);
     /* Anything that needs the lock of the revoked set goes to the copy threads. */
-    bool ok = hx_page_revoke_seq(ep->mine) == atomic_load(&revoked->applied) && !atomic_load(&revoked->n_sticky) &&
-              op->epoch >= atomic_load(&revoked->newest) && op->epoch >= atomic_load(&revoked->min_epoch) &&
-              !atomic_load(&r->dead) && atomic_load(&ep->state) == HX_EP_UP;
+    bool ok = hx_page_revoke_seq(ep->mine) == atomic_load(&revoked->applied) &&
+              hx_revoked_quiet(revoked, r->id, op->epoch) && !atomic_load(&r->dead) &&
+              atomic_load(&ep->state) == HX_EP_UP;
     if (ok && op->kind == HX_WRITE)
         memcpy(r->base + d->remote_off, local->base + d->local_off, d->nbytes);
     else if (ok)

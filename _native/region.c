@@ -74,6 +74,7 @@ static void populate(hx_job_t *job)
         /* EINVAL: a kernel before 5.14, where the first touch pays. */
         if (!err && madvise(region->base + off, n, MADV_POPULATE_WRITE) < 0 && errno != EINVAL && errno != EINTR)
             err = errno;
+        hx_sched_kick(engine);
     }
     if (atomic_load(&engine->stopping) && !err)
         err = ECANCELED;
@@ -84,6 +85,7 @@ static void populate(hx_job_t *job)
         if (r->parent == region)
             settle(r, err);
     pthread_mutex_unlock(&engine->regions_mu);
+    atomic_store(&engine->control.rescan, true);
     hx_control_wake(engine); /* it announces regions that have become ready */
     hx_sched_kick(engine);
     hx_region_unref(region);

@@ -28,6 +28,12 @@ static hx_revoked_list_t *list_of(hx_revoked_set_t *set, uint64_t region)
     return &set->lists[region % HX_REVOKED_LISTS];
 }
 
+static void count_sticky(hx_revoked_set_t *set, hx_revoked_list_t *list, int change)
+{
+    atomic_fetch_add(&set->n_sticky, (uint32_t)change);
+    atomic_fetch_add(&list->n_sticky, (uint32_t)change);
+}
+
 static bool push(hx_revoked_set_t *set, hx_revoked_t entry)
 {
     hx_revoked_list_t *list = list_of(set, entry.region);
@@ -40,12 +46,13 @@ static bool push(hx_revoked_set_t *set, hx_revoked_t entry)
         list->cap = cap;
     }
     list->entries[list->n++] = entry;
-    atomic_fetch_add(&set->n_sticky, 1);
+    count_sticky(set, list, 1);
     return true;
 }
 
 /* Keeps the entries that `keep` wants. */
-static void filter(hx_revoked_set_t *set, hx_revoked_list_t *list, bool (*keep)(const hx_revoked_t *, uint64_t), uint64_t arg)
+static void filter(hx_revoked_set_t *set, hx_revoked_list_t *list, bool (*keep)(const hx_revoked_t *, uint64_t),
+                   uint64_t arg)
 {
     size_t out = 0;
     for (size_t i = 0; i < list->n; i++) {
@@ -53,7 +60,7 @@ static void filter(hx_revoked_set_t *set, hx_revoked_list_t *list, bool (*keep)(
         if (keep(&e, arg))
             list->entries[out++] = e;
         else if (e.sticky)
-            atomic_fetch_sub(&set->n_sticky, 1);
+            count_sticky(set, list, -1);
         else
             set->n_loose--;
     }
@@ -120,7 +127,7 @@ void hx_revoked_grant(hx_revoked_set_t *set, uint64_t region, const uint64_t *sp
                 (hi < e.end && !push(set, (hx_revoked_t){region, hi, e.end, e.seq, true})))
                 continue; /* no memory: it stays revoked, which is safe */
             list->entries[i] = (hx_revoked_t){region, lo, hi, e.seq, false};
-            atomic_fetch_sub(&set->n_sticky, 1);
+            count_sticky(set, list, -1);
             set->n_loose++;
         }
     }
@@ -135,16 +142,22 @@ void hx_revoked_forget(hx_revoked_set_t *set, uint64_t region)
     pthread_mutex_unlock(&set->mu);
 }
 
+bool hx_revoked_quiet(hx_revoked_set_t *set, uint64_t region, uint64_t epoch)
+{
+    return !atomic_load(&list_of(set, region)->n_sticky) && epoch >= atomic_load(&set->newest) &&
+           epoch >= atomic_load(&set->min_epoch);
+}
+
 bool hx_revoked_hits(hx_revoked_set_t *set, uint64_t region, uint64_t off, uint64_t end, uint64_t epoch)
 {
     bool old = epoch < atomic_load(&set->newest);
     if (epoch < atomic_load(&set->min_epoch))
         return true;
-    if (!old && !atomic_load(&set->n_sticky))
+    hx_revoked_list_t *list = list_of(set, region);
+    if (!old && !atomic_load(&list->n_sticky))
         return false;
     bool hit = false;
     pthread_mutex_lock(&set->mu);
-    const hx_revoked_list_t *list = list_of(set, region);
     for (size_t i = 0; i < list->n && !hit; i++) {
         const hx_revoked_t *e = &list->entries[i];
         hit = e->region == region && e->off < end && e->end > off && (e->sticky || e->seq > epoch);

@@ -75,6 +75,26 @@ async def test_contract_03_revoked_spans_are_refused_until_granted(pair: Pair, m
     assert (view(target) == model).all()
 
 
+async def test_contract_03_a_note_does_not_overtake_the_grant_that_it_tells_of(pair: Pair) -> None:
+    """Nor the region that was registered before it was sent."""
+    a, b, peer = pair
+    target = b.register(np.zeros(KIB, np.uint8), "target")
+    remote, source = await peer.region("target"), await a.allocate(KIB)
+    notes, back = a.notes(), b.peers["a"]
+    for number in range(150):
+        await target.revoke()
+        view(source)[:] = 1 + number
+        with pytest.raises(aiohixl.RemoteAccessError):
+            await peer.write(source, remote)
+        target.grant()
+        b.register(np.zeros(8, np.uint8), f"region {number}")
+        back.notify(b"granted").detach()
+        await notes.get()
+        await peer.write(source, remote)
+        assert set(view(target)) == {1 + number}
+        await peer.read(source[:8], peer.regions[f"region {number}"])
+
+
 async def test_contract_03_revoke_from_one_peer_leaves_the_others(start: Start) -> None:
     owner, first, second = await start("owner"), await start("first"), await start("second")
     target = await owner.allocate(64 * KIB, "target")
