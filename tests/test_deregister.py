@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -128,29 +129,31 @@ async def test_contract_03_deregister_pinned_by_a_stopped_peer(start: Start, mem
     """The name is free at once, the memory only when it was released; a later call says the same as the first."""
     engine = await start("owner", cancel_grace=0.05)
     events = engine.events()
-    met = False
-    while not met:
-        region = await make(engine, memory, 16 << 20, "target")
-        async with child("peer") as peer:
-            await peer.ask("allocate", name="local", nbytes=16 << 20)
-            await peer.ask("connect", address=engine.address)
-            await peer.ask("loop", kind="write", local="local", remote="target")
+    async with child("peer") as peer:
+        await peer.ask("allocate", name="local", nbytes=16 << 20)
+        await peer.ask("connect", address=engine.address)
+        for number in itertools.count():
+            region = await make(engine, memory, 16 << 20, f"target {number}")
+            await peer.ask("loop", kind="write", local="local", remote=region.name)
             peer.stop()
             if (pin := await pinned(region.deregister())) is not None:
-                met = True
-                assert region.quarantined == pin.spans
-                with pytest.raises(aiohixl.RegionPinnedError):
-                    await region.deregister()
-                engine.allocate(4096, "target")
-                peer.go_on()
-                while (await events.get()).kind != "released":
-                    pass
-                assert region.quarantined == ()
-                await region.deregister()
-                view(region)[:] = NEW
-                assert (await peer.ask("looped"))["error"] == "RemoteAccessError"
-                assert (view(region) == NEW).all()
-                kept = weakref.ref(region)
-                del region, pin
-                gc.collect()
-                assert kept() is None, "kept for ever"
+                break
+            peer.go_on()  # it stood between two copies
+            await peer.ask("looped")
+        assert pin is not None
+        assert region.quarantined == pin.spans
+        with pytest.raises(aiohixl.RegionPinnedError):
+            await region.deregister()
+        engine.allocate(4096, region.name)
+        peer.go_on()
+        while (await events.get()).kind != "released":
+            pass
+        assert region.quarantined == ()
+        await region.deregister()
+        view(region)[:] = NEW
+        assert (await peer.ask("looped"))["error"] == "RemoteAccessError"
+        assert (view(region) == NEW).all()
+        kept = weakref.ref(region)
+        del region, pin
+        gc.collect()
+        assert kept() is None, "kept for ever"
