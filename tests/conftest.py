@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -49,14 +50,26 @@ def native_threads() -> set[str]:
     return names
 
 
+_modules = 0
+
+
+def collect() -> None:
+    """A full collection, of what tests made: with torch imported, the modules alone would take a tenth of a second."""
+    global _modules
+    gc.collect()
+    if len(sys.modules) > _modules + 20:
+        _modules = len(sys.modules)
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Descriptors, native threads and Python threads are afterwards what they were before."""
-    gc.collect()
+    collect()
     before, threads = set(open_descriptors()), set(threading.enumerate())
     assert not native_threads()
     yield
-    gc.collect()
+    collect()
     assert not native_threads(), "native threads outlived the test"
     left = {fd: what for fd, what in open_descriptors().items() if fd not in before}
     assert not left, f"descriptors outlived the test: {left}"
@@ -69,7 +82,7 @@ async def quiet_loop(request: pytest.FixtureRequest) -> AsyncIterator[list[dict[
     seen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(context))
     yield seen
-    gc.collect()
+    collect()
     await asyncio.sleep(0)
     assert seen == [], "the loop's exception handler was called"
 
