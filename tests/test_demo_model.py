@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs the packages of requirements/torch.txt")
 from aiohixl.demo.paged import Geometry, PagedCache  # noqa: E402
 
 
@@ -58,7 +58,9 @@ def test_too_small_a_buffer_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def lm() -> Any:
-    transformers = pytest.importorskip("transformers", minversion="5.24")
+    transformers = pytest.importorskip(
+        "transformers", minversion="5.24", reason="`make demo` once installs what the model needs"
+    )
     torch.manual_seed(7)
     torch.set_num_threads(1)
     config = transformers.LlamaConfig(
