@@ -276,7 +276,7 @@ async def test_contract_03_stopped_in_mid_copy_then_revoked(start: Start, kind: 
 
 async def test_contract_03_stopped_and_then_killed(start: Start) -> None:
     """A process that has ended touches nothing: revocations that waited for it succeed, quarantines are lifted."""
-    engine = await start("owner", cancel_grace=0.05)
+    engine = await start("owner", cancel_grace=0.5)
     region = await engine.allocate(16 << 20, "target")
     events = engine.events()
     async with child("peer") as peer:
