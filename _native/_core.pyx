@@ -251,6 +251,7 @@ cdef class Engine:
         hx.hx_engine_forked(self.engine)
 
 
+@cython.no_gc_clear
 cdef class Region:
     """Registered local memory; exports it by the buffer protocol. `owner` is kept as long as the region is."""
 
@@ -319,6 +320,7 @@ cdef const uint8_t *incarnation_of(bytes incarnation) except? NULL:
 
 
 @cython.final
+@cython.no_gc
 cdef class RemoteRegion:
     """A peer's announced region."""
 
@@ -365,6 +367,7 @@ cdef RemoteRegion wrap_rregion(Engine engine, hx.hx_rregion_t *rregion):
 
 
 @cython.final
+@cython.no_gc
 cdef class Endpoint:
     """Our side of one peer."""
 

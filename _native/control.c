@@ -284,11 +284,11 @@ static void shut_down(hx_clock_t *clock)
     pthread_mutex_unlock(&c->fork_mu);
     wait_for_peers(clock);
     engine->stuck_peers = hx_live_count_stuck(engine);
-    hx_revoke_abort(engine);
     while (atomic_load(&engine->live_ops)) { /* held ones; the copy threads finish the rest */
         hx_providers_tick(engine, hx_now_ns());
         poll(NULL, 0, 1);
     }
+    hx_revoke_abort(engine); /* after the last operation: it answers for them as well */
     pthread_mutex_lock(&c->fork_mu);
     for (hx_endpoint_t *ep; (ep = c->endpoints);) {
         c->endpoints = ep->next;

@@ -21,6 +21,7 @@
 
 #include "hx.h"
 #include "ring.h"
+#include "spanmap.h"
 
 #define HX_MAX_WORKERS 16
 #define HX_NONCE_LEN 32
@@ -33,6 +34,7 @@ typedef struct hx_note hx_note_t;
 typedef struct hx_revoke hx_revoke_t;
 typedef struct hx_command hx_command_t;
 typedef struct hx_job hx_job_t;
+typedef struct hx_standing hx_standing_t;
 typedef struct hx_provider hx_provider_t;
 
 /* ---- operations (op.c) ---- */
@@ -184,13 +186,13 @@ struct hx_region {
     char *name, *blob;
     uint32_t name_len, blob_len;
     /* control thread only */
-    bool wanted;                  /* to be announced; holds a reference until it is deregistered or the engine stops */
-    bool announced;               /* peers have been told */
-    struct hx_standing *standing; /* what is revoked now (standing.c) */
-    size_t nstanding, standing_cap;
+    bool wanted;             /* to be announced; holds a reference until it is deregistered or the engine stops */
+    bool announced;          /* peers have been told */
+    hx_standing_t *standing; /* what is revoked now (standing.c) */
 };
 
 void hx_region_ref(hx_region_t *region);
+void hx_standing_free(hx_region_t *region);  /* standing.c */
 bool hx_region_acquire(hx_region_t *region); /* for an operation: false once it is closing */
 void hx_region_release(hx_region_t *region);
 
@@ -239,27 +241,19 @@ bool hx_page_busy(hx_page_t *page);
 
 /* ---- revoked spans as the writer knows them (revoked.c) ---- */
 
-typedef struct {
-    uint64_t region, off, end, seq;
-    bool sticky; /* not granted again */
-} hx_revoked_t;
-
 #define HX_REVOKED_LISTS 64
 
 typedef struct {
-    hx_revoked_t *entries;
-    size_t n, cap;
+    struct hx_revoked_map *maps; /* of the regions whose ids fall here */
     _Atomic uint32_t n_sticky;
 } hx_revoked_list_t;
 
 typedef struct {
     pthread_mutex_t mu;
     _Atomic uint64_t applied; /* sequence number up to which the set below is complete */
-    _Atomic uint32_t n_sticky;
-    _Atomic uint64_t newest;    /* seq of the newest entry */
-    _Atomic uint64_t min_epoch; /* older permissions can no longer be judged: refused */
-    size_t n_loose;
-    hx_revoked_list_t lists[HX_REVOKED_LISTS]; /* by region: a check looks at what concerns its region only */
+    _Atomic uint64_t newest;  /* seq of the newest revocation */
+    size_t n_spans;
+    hx_revoked_list_t lists[HX_REVOKED_LISTS];
 } hx_revoked_set_t;
 
 void hx_revoked_init(hx_revoked_set_t *set);
@@ -329,6 +323,7 @@ struct hx_endpoint {
     uint64_t note_due;              /* control thread only: those up to this one may be sent */
     uint32_t note_credit;
     _Atomic uint32_t notes_pending;
+    _Atomic uint64_t event_bytes; /* of its events that nobody has taken yet */
     /* liveness, control thread only */
     uint64_t last_rx_ns, ping_ns;
     bool fenced; /* revoke_seq is HX_REVOKE_ALL: it can start nothing any more */
@@ -418,6 +413,7 @@ struct hx_engine {
     _Atomic uint64_t epoch;
     uint8_t nonce[HX_NONCE_LEN]; /* what a peer reads out of our memory to prove that it reaches us */
     _Atomic bool stopping;
+    pid_t pid; /* of the process that opened it */
     bool forked;
     uint32_t stuck_peers; /* at the end: those that may still touch our memory */
     /* completions */
@@ -449,6 +445,7 @@ struct hx_engine {
     _Atomic uint32_t live_ops, npeers, mappings;
 };
 
+bool hx_in_child(const hx_engine_t *engine); /* also where no fork handler ran, since it was being closed */
 void hx_links_forked(hx_engine_t *engine);
 void hx_regions_forked(hx_engine_t *engine);
 uint64_t hx_now_ns(void);

@@ -106,8 +106,10 @@ void hx_event_emit(hx_engine_t *engine, hx_event_t proto, const char *name, size
         memcpy(ev->name, name, name_len);
     if (blob_len)
         memcpy(ev->blob, blob, blob_len);
-    if (ev->ep)
+    if (ev->ep) {
         hx_endpoint_ref(ev->ep);
+        atomic_fetch_add(&ev->ep->event_bytes, sizeof *ev + name_len + blob_len);
+    }
     if (ev->rregion)
         hx_rregion_ref(ev->rregion);
     pthread_mutex_lock(&engine->event_mu);
@@ -144,6 +146,8 @@ void hx_event_free(hx_event_t *ev)
 {
     if (!ev)
         return;
+    if (ev->ep)
+        atomic_fetch_sub(&ev->ep->event_bytes, sizeof *ev + ev->name_len + ev->blob_len);
     hx_endpoint_unref(ev->ep);
     hx_rregion_unref(ev->rregion);
     free(ev);
@@ -276,6 +280,7 @@ hx_status_t hx_engine_open(const hx_config_t *config, hx_engine_t **engine_p, ch
     text[0] = 0;
     if (!engine)
         return HX_ERR_NO_MEMORY;
+    engine->pid = getpid();
     engine->event_fd = engine->epoll_fd = -1;
     engine->control.wake_fd = engine->control.epoll_fd = engine->control.unix_fd = engine->control.tcp_fd = -1;
     pthread_mutex_init(&engine->event_mu, NULL);
@@ -318,9 +323,14 @@ void hx_engine_set_epoch(hx_engine_t *engine, uint64_t epoch)
     atomic_store(&engine->epoch, epoch);
 }
 
+bool hx_in_child(const hx_engine_t *engine)
+{
+    return engine->forked || engine->pid != getpid();
+}
+
 uint32_t hx_engine_stop(hx_engine_t *engine)
 {
-    if (engine->forked)
+    if (hx_in_child(engine))
         return 0;
     atomic_store(&engine->stopping, true);
     while (atomic_load(&engine->posting))
@@ -343,7 +353,7 @@ void hx_engine_close_fds(hx_engine_t *engine)
 
 void hx_engine_free(hx_engine_t *engine)
 {
-    if (!engine || engine->forked)
+    if (!engine || hx_in_child(engine))
         return; /* in a forked child, locks and threads of the parent are in no state to be freed */
     for (hx_event_t *ev; (ev = hx_engine_next_event(engine));)
         hx_event_free(ev);

@@ -362,6 +362,10 @@ void hx_frames_handle(hx_link_t *link, const hx_frame_t *frame, const uint8_t *b
         broken(link, "a descriptor where none belongs");
         return;
     }
+    if (atomic_load(&link->ep->event_bytes) > HX_EVENT_BYTES_MAX) {
+        broken(link, "it announces faster than anybody can read");
+        return;
+    }
     switch (frame->type) {
     case HX_F_REGION_ADD:
         on_region_add(link, body, n);

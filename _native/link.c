@@ -128,6 +128,7 @@ static bool send_some(hx_link_t *link, hx_out_t *out)
     if (out->fd >= 0) {
         close(out->fd);
         out->fd = -1;
+        link->tx_fds--;
     }
     out->off += (size_t)n;
     link->tx_bytes -= (uint64_t)n;
@@ -183,7 +184,8 @@ void hx_link_send(hx_link_t *link, hx_frame_type_t type, uint64_t arg, const str
         link->tx_head = out;
     link->tx_tail = out;
     link->tx_bytes += len;
-    if (link->tx_bytes > HX_TX_MAX)
+    link->tx_fds += fd >= 0;
+    if (link->tx_bytes > HX_TX_MAX || link->tx_fds > HX_TX_FDS_MAX)
         hx_link_fail(link, HX_ERR_PEER_LOST, 0, "peer does not read its control link: %llu bytes are waiting",
                      (unsigned long long)link->tx_bytes);
     else if (!link->want_write)

@@ -12,11 +12,13 @@
 #define HX_WIRE_VERSION 1u
 #define HX_MAGIC 0x314c584948304941ull /* "AI0HIXL1" */
 #define HX_FRAME_MAX (1u << 20)
-#define HX_LINK_FDS 4             /* descriptors received and not yet claimed by a frame */
-#define HX_TX_MAX (64ull << 20)   /* bytes queued for a peer that does not read: then it is lost */
-#define HX_SHAKING_MAX 64         /* strangers in their handshake at the same time */
-#define HX_NOTE_WINDOW 256        /* notes a peer may have in our queue that nobody has taken */
-#define HX_PEER_REGIONS_MAX 65536 /* regions one peer may announce */
+#define HX_LINK_FDS 4                    /* descriptors received and not yet claimed by a frame */
+#define HX_TX_FDS_MAX 64                 /* descriptors queued for it: likewise */
+#define HX_TX_MAX (64ull << 20)          /* bytes queued for a peer that does not read: then it is lost */
+#define HX_SHAKING_MAX 64                /* strangers in their handshake at the same time */
+#define HX_NOTE_WINDOW 256               /* notes a peer may have in our queue that nobody has taken */
+#define HX_PEER_REGIONS_MAX 65536        /* regions one peer may announce */
+#define HX_EVENT_BYTES_MAX (64ull << 20) /* of one peer, that our consumer has not taken */
 #define HX_SPANS_PER_FRAME 32768
 
 typedef enum {
@@ -125,6 +127,7 @@ struct hx_link {
     unsigned nfds;
     hx_out_t *tx_head, *tx_tail;
     uint64_t tx_bytes;
+    unsigned tx_fds;        /* of them, descriptors */
     uint64_t note_expected; /* sequence number of the next note */
     uint32_t notes_held;    /* received, not yet taken by a consumer */
     uint32_t nregions;

@@ -37,6 +37,13 @@ void hx_op_pool_free(hx_engine_t *engine)
     free(engine->ops);
 }
 
+/* From here a late cancel or early report of this life does nothing. Never 0: that is what an unused cancel word says. */
+static void next_life(hx_op_t *op)
+{
+    if (atomic_fetch_add(&op->gen, 1) == UINT32_MAX)
+        atomic_store(&op->gen, 1);
+}
+
 static uint64_t report_word(uint32_t gen, hx_report_t report)
 {
     return (uint64_t)gen << 2 | report;
@@ -96,8 +103,7 @@ void hx_op_release(hx_op_t *op)
     hx_endpoint_t *ep = op->ep;
     op->ep = NULL;
     atomic_store(&op->stage, HX_STAGE_FREE);
-    /* From here a late cancel or early report of this life does nothing. */
-    atomic_fetch_add(&op->gen, 1);
+    next_life(op);
     hx_stack_push(&engine->free_ops, op->index);
     hx_endpoint_unref(ep);
 }
@@ -355,7 +361,7 @@ static void unpost(hx_op_t *op)
     op->note = NULL;
     op->ep = NULL;
     atomic_store(&op->stage, HX_STAGE_FREE);
-    atomic_fetch_add(&op->gen, 1);
+    next_life(op);
     hx_stack_push(&engine->free_ops, op->index);
 }
 

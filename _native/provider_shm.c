@@ -68,39 +68,44 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
     return HX_OK;
 }
 
+static hx_status_t ask_for_mapping(hx_op_t *op, hx_rregion_t *r)
+{
+    hx_command_t *cmd = hx_command_new(HX_CMD_ASK_MAP, NULL, 0);
+    if (!cmd) {
+        atomic_store(&r->map_state, HX_MAP_NONE);
+        hx_sched_kick(op->ep->engine);
+        return HX_ERR_NO_MEMORY;
+    }
+    hx_endpoint_ref(op->ep);
+    hx_rregion_ref(r);
+    cmd->ep = op->ep;
+    cmd->rregion = r;
+    hx_command_push(op->ep->engine, cmd);
+    return HX_AGAIN;
+}
+
 static hx_status_t prepare_remote(hx_op_t *op, hx_rregion_t *r)
 {
     if (atomic_load(&r->dead))
         return HX_ERR_REMOTE_ACCESS;
     if (r->kind != HX_KIND_MEMFD)
         return HX_OK;
-    uint32_t none = HX_MAP_NONE;
-    if (atomic_compare_exchange_strong(&r->map_state, &none, HX_MAP_ASKED)) {
-        hx_command_t *cmd = hx_command_new(HX_CMD_ASK_MAP, NULL, 0);
-        if (!cmd) {
-            atomic_store(&r->map_state, HX_MAP_NONE);
-            return HX_ERR_NO_MEMORY;
-        }
-        hx_endpoint_ref(op->ep);
-        hx_rregion_ref(r);
-        cmd->ep = op->ep;
-        cmd->rregion = r;
-        hx_command_push(op->ep->engine, cmd);
-        return HX_AGAIN;
-    }
-    switch (atomic_load(&r->map_state)) {
-    case HX_MAP_MAPPED:
-        return HX_OK;
-    case HX_MAP_FAILED: {
+    for (;;) {
+        uint32_t state = HX_MAP_NONE;
+        if (atomic_compare_exchange_strong(&r->map_state, &state, HX_MAP_ASKED))
+            return ask_for_mapping(op, r);
+        if (state == HX_MAP_MAPPED)
+            return HX_OK;
+        if (state != HX_MAP_FAILED)
+            return HX_AGAIN; /* asked for, or being unmapped: a kick follows */
         int err = r->sys_errno;
-        uint32_t failed = HX_MAP_FAILED;
-        /* The next operation asks again: what was short (descriptors, memory) may be there then. */
-        atomic_compare_exchange_strong(&r->map_state, &failed, HX_MAP_NONE);
+        /* The next operation asks again: what was short (descriptors, memory) may be there then. Whoever loses this race
+         * looks again. */
+        if (!atomic_compare_exchange_strong(&r->map_state, &state, HX_MAP_NONE))
+            continue;
+        hx_sched_kick(op->ep->engine);
         op->sys_errno = err == ENOENT ? 0 : err;
         return err == ENOENT ? HX_ERR_REMOTE_ACCESS : HX_ERR_FAULT; /* ENOENT: deregistered meanwhile */
-    }
-    default:
-        return HX_AGAIN;
     }
 }
 

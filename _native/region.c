@@ -248,19 +248,41 @@ static void unlink_region(hx_region_t *region)
     atomic_fetch_sub(&engine->nregions, 1);
 }
 
+typedef struct {
+    hx_job_t job;
+    void *base;
+    size_t len;
+} hx_unmap_t;
+
+static void unmap(hx_job_t *job)
+{
+    hx_unmap_t *u = (hx_unmap_t *)job;
+    munmap(u->base, u->len);
+    free(u);
+}
+
 void hx_region_unref(hx_region_t *region)
 {
     if (!region || atomic_fetch_sub(&region->refs, 1) != 1)
         return;
-    unlink_region(region);
-    if (region->parent) {
-        hx_region_unref(region->parent);
-    } else if (region->map_len) {
-        munmap(region->base, region->map_len);
-        if (region->memfd >= 0)
-            close(region->memfd);
+    bool mapped = !region->parent && region->map_len;
+    if (hx_in_child(region->engine)) {
+        /* Its engine's locks may be held for ever here, and its thread is not there: only the memory is given back. */
+        if (mapped)
+            munmap(region->base, region->map_len);
+        return;
     }
-    free(region->standing);
+    unlink_region(region);
+    if (region->parent)
+        hx_region_unref(region->parent);
+    if (mapped) {
+        close(region->memfd);
+        /* Unmapping gigabytes takes a tenth of a second: not in whichever thread drops the last reference. */
+        hx_unmap_t *u = hx_alloc(sizeof *u);
+        *u = (hx_unmap_t){{NULL, unmap}, region->base, region->map_len};
+        hx_setup_push(region->engine, &u->job);
+    }
+    hx_standing_free(region);
     free(region->name);
     free(region->blob);
     free(region);

@@ -40,6 +40,8 @@ static void send_spans(hx_endpoint_t *ep, hx_frame_type_t type, uint64_t region,
         size_t k = n - at < HX_SPANS_PER_FRAME ? n - at : HX_SPANS_PER_FRAME;
         struct iovec parts[] = {{&region, sizeof region}, {(void *)(uintptr_t)(spans + 2 * at), k * 16}};
         uint64_t seq = 0;
+        if (ep->fenced)
+            return; /* lost by the frame before: it is to stay fenced */
         if (type == HX_F_REVOKE) {
             seq = ++ep->revoke_seq;
             if (ep->theirs)

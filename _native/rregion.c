@@ -181,6 +181,7 @@ hx_status_t hx_rregion_map(hx_rregion_t *r, int fd)
     r->map_len = len;
     atomic_fetch_add(&r->engine->mappings, 1);
     atomic_store(&r->used_ns, hx_now_ns());
+    atomic_store(&r->populated, false);
     atomic_store(&r->map_state, HX_MAP_MAPPED);
     if (atomic_load(&r->dead))
         unmap_if_idle(r);

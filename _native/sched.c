@@ -220,7 +220,8 @@ static void copy(hx_engine_t *engine, hx_op_t *op, hx_batch_t *batch, unsigned s
     uint32_t kicks = atomic_load(&s->kicks);
     int err = 0;
     hx_status_t status = op->provider->copy(op, batch, slot, &err);
-    atomic_store(&op->progress_ns, hx_now_ns());
+    if (status != HX_AGAIN)
+        atomic_store(&op->progress_ns, hx_now_ns());
     if (status != HX_OK && status != HX_AGAIN)
         fail(op, status, err);
 

@@ -6,80 +6,74 @@
 
 #include "link.h"
 
-typedef struct hx_standing {
-    uint64_t off, end;
+struct hx_standing {
+    hx_standing_t *next;
     bool one_peer;
     uint8_t incarnation[HX_INCARNATION_LEN];
-} hx_standing_t;
+    hx_spanmap_t spans;
+};
 
-static void push(hx_region_t *region, hx_standing_t entry)
+static bool meant(const hx_standing_t *s, bool one_peer, const uint8_t *incarnation)
 {
-    if (region->nstanding == region->standing_cap) {
-        region->standing_cap = region->standing_cap ? 2 * region->standing_cap : 16;
-        region->standing = realloc(region->standing, region->standing_cap * sizeof *region->standing);
-        if (!region->standing)
-            abort(); /* forgetting a revocation is not an option */
-    }
-    region->standing[region->nstanding++] = entry;
-}
-
-/* Takes [off, end) out of the entries of that peer, or of all; what is left on the sides stays. */
-static void subtract(const hx_command_t *cmd, bool of_all, uint64_t off, uint64_t end)
-{
-    hx_region_t *region = cmd->region;
-    for (size_t i = 0; i < region->nstanding;) {
-        hx_standing_t e = region->standing[i];
-        bool same = e.one_peer == cmd->one_peer && !memcmp(e.incarnation, cmd->incarnation, sizeof e.incarnation);
-        if (e.end <= off || e.off >= end || !(of_all || same)) {
-            i++;
-            continue;
-        }
-        region->standing[i] = region->standing[--region->nstanding]; /* what moved here is looked at next */
-        if (e.off < off) {
-            hx_standing_t left = e;
-            left.end = off;
-            push(region, left);
-        }
-        if (e.end > end) {
-            hx_standing_t right = e;
-            right.off = end;
-            push(region, right);
-        }
-    }
+    return s->one_peer == one_peer && (!one_peer || !memcmp(s->incarnation, incarnation, HX_INCARNATION_LEN));
 }
 
 void hx_standing_add(const hx_command_t *cmd)
 {
-    for (size_t i = 0; i < cmd->n; i++) {
-        hx_standing_t entry = {
-            .off = cmd->spans[2 * i], .end = cmd->spans[2 * i] + cmd->spans[2 * i + 1], .one_peer = cmd->one_peer};
-        memcpy(entry.incarnation, cmd->incarnation, sizeof entry.incarnation);
-        subtract(cmd, false, entry.off, entry.end); /* the same span again and again keeps one entry */
-        push(cmd->region, entry);
+    hx_standing_t *s = cmd->region->standing;
+    while (s && !meant(s, cmd->one_peer, cmd->incarnation))
+        s = s->next;
+    if (!s) {
+        s = hx_alloc(sizeof *s);
+        s->one_peer = cmd->one_peer;
+        memcpy(s->incarnation, cmd->incarnation, sizeof s->incarnation);
+        s->next = cmd->region->standing;
+        cmd->region->standing = s;
     }
+    if (!hx_spanmap_revoke(&s->spans, cmd->spans, cmd->n, 0))
+        abort(); /* forgetting a revocation is not an option */
 }
 
 /* A grant to every peer undoes those to single ones as well. One to a single peer leaves what is revoked for all as it is
  * for connections to come: its own link has been told, and a new one asks for a new grant. */
 void hx_standing_grant(const hx_command_t *cmd)
 {
-    for (size_t i = 0; i < cmd->n; i++)
-        subtract(cmd, !cmd->one_peer, cmd->spans[2 * i], cmd->spans[2 * i] + cmd->spans[2 * i + 1]);
+    for (hx_standing_t **p = &cmd->region->standing, *s; (s = *p);) {
+        if (!cmd->one_peer || meant(s, true, cmd->incarnation))
+            hx_spanmap_remove(&s->spans, cmd->spans, cmd->n); /* out of memory it stays revoked, which is safe */
+        if (s->spans.n) {
+            p = &s->next;
+            continue;
+        }
+        *p = s->next;
+        hx_spanmap_free(&s->spans);
+        free(s);
+    }
 }
 
 uint64_t *hx_standing_spans(const hx_region_t *region, const uint8_t *incarnation, size_t *n_p)
 {
+    size_t n = 0;
     *n_p = 0;
-    if (!region->nstanding)
+    for (const hx_standing_t *s = region->standing; s; s = s->next)
+        n += meant(s, false, NULL) || meant(s, true, incarnation) ? s->spans.n : 0;
+    if (!n)
         return NULL;
-    uint64_t *spans = hx_alloc(region->nstanding * 16);
-    for (size_t i = 0; i < region->nstanding; i++) {
-        const hx_standing_t *e = &region->standing[i];
-        if (e->one_peer && memcmp(e->incarnation, incarnation, sizeof e->incarnation))
-            continue;
-        spans[2 * *n_p] = e->off;
-        spans[2 * *n_p + 1] = e->end - e->off;
-        ++*n_p;
+    uint64_t *pairs = hx_alloc(n * 16);
+    for (const hx_standing_t *s = region->standing; s; s = s->next)
+        for (size_t i = 0; (meant(s, false, NULL) || meant(s, true, incarnation)) && i < s->spans.n; i++) {
+            pairs[2 * *n_p] = s->spans.list[i].off;
+            pairs[2 * *n_p + 1] = s->spans.list[i].end - s->spans.list[i].off;
+            ++*n_p;
+        }
+    return pairs;
+}
+
+void hx_standing_free(hx_region_t *region)
+{
+    for (hx_standing_t *s; (s = region->standing);) {
+        region->standing = s->next;
+        hx_spanmap_free(&s->spans);
+        free(s);
     }
-    return spans;
 }

@@ -74,9 +74,10 @@ class CompletionQueue:
         self.sinks.pop(token, None)
 
     def waiter(self, futures: list[asyncio.Future[None]]) -> asyncio.Future[None]:
-        """A new future that stands in `futures` until `wake`."""
+        """A new future that stands in `futures` until `wake`, or until whoever waits for it is cancelled."""
         future = self.loop.create_future()
         futures.append(future)
+        future.add_done_callback(lambda ended: futures.remove(ended) if ended in futures else None)
         return future
 
     def take_turn(self) -> bool:
@@ -101,17 +102,24 @@ class CompletionQueue:
             # A record that is not quiesced will be followed by one that is, under the same token.
             sink = sinks.pop(record[0], None) if record[6] else sinks.get(record[0])
             if sink is not None:
-                sink.settle(record)
+                self._guarded(sink.settle, record)
         for _ in range(EVENTS_PER_ROUND):
             event = self.core.next_event()
             if event is None:
                 break
-            self._on_event(event)
+            self._guarded(self._on_event, event)
         else:
             more = True
         if self.after_drain is not None:
-            self.after_drain()
+            self._guarded(self.after_drain)
         return more
+
+    def _guarded(self, call: Callable[..., object], *args: object) -> None:
+        """What one record or event brings up must not cost the others of its batch, which are gone from the rings."""
+        try:
+            call(*args)
+        except Exception as exc:
+            self.loop.call_exception_handler({"message": "a native completion could not be served", "exception": exc})
 
     def stop(self) -> None:
         """Stop watching. The descriptor is open still: an epoll registration can outlive a closed one."""

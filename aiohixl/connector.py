@@ -213,5 +213,9 @@ class Connector:
             raise make_error(
                 queue.statuses[exc.status], f"connect to {target!r} at {address} is not possible"
             ) from None
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().drop()  # answered in the same turn: nobody will own it
+            raise
         finally:
             self._connecting.pop(token, None)

@@ -173,7 +173,7 @@ class Engine:
         self._events.emit(Event("displaced", detail=str(error)))
         for peer in list(self._peers.values()):
             if not peer.is_lost:
-                peer._endpoint.close()
+                peer.drop()
 
     def _seen(self, name: str, epoch: int) -> None:
         """A newer engine under a connected peer's name means that the peer is gone, whatever its socket says."""
@@ -252,9 +252,8 @@ class Engine:
     def _finish_close(self, stuck: int) -> None:
         if self._closed:
             return
-        queue = self._queue_()
-        queue.close()
         self._closed = True
+        self._queue_().close()
         for peer in self._peers.values():
             if not peer.is_lost:
                 peer.became_lost("CLOSED", "this engine is closed")
@@ -282,6 +281,9 @@ class Engine:
         if not queue.loop.is_closed():
             with contextlib.suppress(Exception):
                 queue.stop()
+        # Before the regions and their owners go: native threads, and peers, may be copying.
+        if self._core is not None and self._core.stop():
+            self._registry_().keep_for_ever()
         if self._socket is not None:
             self._socket.close()
 
@@ -459,17 +461,20 @@ class Engine:
         }
 
     def _note_taken(self, note: Note) -> None:
-        """Credits go back in batches, or when nothing more of this topic is waiting: a command each would cost more."""
-        peer: Peer = note.peer
-        self._credits[peer] = self._credits.get(peer, 0) + 1
+        """Credits go back once in a turn of the loop: a command to the native side for each note would cost more."""
         if self._closed:
             return
-        if self._credits[peer] >= 32 or not self._notes.inbox(note.topic):
-            for who, count in self._credits.items():
-                if not who.is_lost:
-                    with contextlib.suppress(_core.StatusError):
-                        who.credit(count)
-            self._credits.clear()
+        if not self._credits:
+            self._queue_().loop.call_soon(self._return_credits)
+        peer: Peer = note.peer
+        self._credits[peer] = self._credits.get(peer, 0) + 1
+
+    def _return_credits(self) -> None:
+        for peer, count in self._credits.items():
+            if not self._closed and not peer.is_lost:
+                with contextlib.suppress(_core.StatusError):
+                    peer.credit(count)
+        self._credits.clear()
 
     def peer_parked(self, peer: Peer) -> None:
         self._parked[peer] = None
@@ -518,7 +523,7 @@ class Engine:
             self._events.emit(Event("joined", peer=self._peer(endpoint)))
         elif kind == _core.EV_PEER_READY:
             if token and endpoint is not None and not self._connector_().answered(token, self._peer(endpoint)):
-                endpoint.close()  # whoever asked for it has gone
+                self._peer(endpoint).drop()  # whoever asked for it has gone
         elif kind == _core.EV_PEER_LOST:
             assert endpoint is not None
             lost = self._peers.pop(endpoint.serial, None)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ class Inbox(Generic[T]):
             try:
                 await future
             except asyncio.CancelledError:
+                if future in self._waiters:
+                    self._waiters.remove(future)
                 # It may have been woken for an item in the same round: pass the wake-up on.
                 if future.done() and not future.cancelled() and self._items:
                     self._wake_one()
@@ -96,28 +99,35 @@ class Inbox(Generic[T]):
 
 
 class NoteBoard:
-    """The inboxes of an engine, one a topic, made when first named by either side."""
+    """The inboxes of an engine, one a topic: each exists while somebody reads it, or while notes wait in it."""
 
     def __init__(self, on_take: Callable[[Note], None]) -> None:
-        self._inboxes: dict[str, Inbox[Note]] = {}
+        self._inboxes: weakref.WeakValueDictionary[str, Inbox[Note]] = weakref.WeakValueDictionary()
+        self._filled: dict[str, Inbox[Note]] = {}
         self._on_take = on_take
         self._closed = False
 
     def inbox(self, topic: str) -> Inbox[Note]:
         inbox = self._inboxes.get(topic)
         if inbox is None:
-            inbox = self._inboxes[topic] = Inbox(self._on_take)
+            inbox = self._inboxes[topic] = Inbox(self._taken)
             if self._closed:
                 inbox.close()
         return inbox
 
     def put(self, note: Note) -> None:
-        self.inbox(note.topic).put(note)
+        inbox = self._filled[note.topic] = self.inbox(note.topic)
+        inbox.put(note)
+
+    def _taken(self, note: Note) -> None:
+        if not self._filled.get(note.topic):
+            self._filled.pop(note.topic, None)
+        self._on_take(note)
 
     def waiting(self) -> dict[str, int]:
-        return {topic: len(inbox) for topic, inbox in self._inboxes.items() if len(inbox)}
+        return {topic: len(inbox) for topic, inbox in self._filled.items()}
 
     def close(self) -> None:
         self._closed = True
-        for inbox in self._inboxes.values():
+        for inbox in list(self._inboxes.values()):
             inbox.close()

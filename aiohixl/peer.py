@@ -464,6 +464,8 @@ class Peer:
                 f"{self.describe(entry.transfer)}: {self._endpoint.inflight} transfers are in flight to this peer; "
                 "wait for some of them, or post on the loop, where posts park"
             )
+        if entry.epoch == _core.EPOCH_NOW:  # its permission is of the post, however late it is submitted
+            entry = entry._replace(epoch=self._endpoint.epoch)
         self._parked.append(entry)
         self._host.peer_parked(self)
 
@@ -560,9 +562,14 @@ class Peer:
                 await self._queue.waiter(self._space)
         finally:
             if self._lost is None:
-                self._endpoint.close()
+                self.drop()
         while self._lost is None:
             await self._queue.waiter(self._announced.news)
+
+    def drop(self) -> None:
+        """End the link without waiting for anything."""
+        with contextlib.suppress(_core.StatusError):  # the engine has stopped, and with it the link
+            self._endpoint.close()
 
     def after_drain(self) -> None:
         if self._space and not self.inflight:

@@ -66,6 +66,7 @@ class Host(Protocol):
     def incarnation_of(self, peer: Any) -> bytes: ...
     def region_quarantined(self, region: Region, spans: tuple[tuple[int, int], ...], detail: str) -> None: ...
     def region_released(self, region: Region, spans: tuple[tuple[int, int], ...]) -> None: ...
+    def region_unnamed(self, region: Region) -> None: ...
     def region_gone(self, region: Region) -> None: ...
 
 
@@ -191,10 +192,12 @@ class Region(_core.Region):
             await self._leaving.wait()
             return
         self._leaving = self._take_back(self._deregister, "deregister")
+        # The memory goes once it is answered, and not when this await is cancelled: a peer may still touch it.
+        self._leaving.future.add_done_callback(lambda _: self._host.region_gone(self))
         try:
             await self._leaving.wait()
         finally:
-            self._host.region_gone(self)
+            self._host.region_unnamed(self)
 
     def _take_back(self, post: Any, verb: str) -> Answer:
         queue = self._host.queue

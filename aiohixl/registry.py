@@ -52,10 +52,13 @@ class Registry:
         if region is not None:
             region.became_ready(status, sys_errno)
 
+    def keep_for_ever(self) -> None:
+        _stuck_memory.extend(self._kept.values())
+
     def close(self, closed_status: int, *, stuck: bool) -> None:
         """The engine has ended. `stuck`: a peer may still touch what it had access to."""
         if stuck:
-            _stuck_memory.extend(self._kept.values())
+            self.keep_for_ever()
         for region in list(self._regions.values()):
             if not region.ready:
                 region.became_ready(closed_status, errno.ECANCELED)
@@ -181,9 +184,12 @@ class Registry:
         if region.deregistered and not region.quarantined:
             self._kept.pop(region.id, None)
 
-    def region_gone(self, region: Region) -> None:
+    def region_unnamed(self, region: Region) -> None:
         if self._named.get(region.name) is region:
             del self._named[region.name]
+
+    def region_gone(self, region: Region) -> None:
+        self.region_unnamed(region)
         if not region.quarantined:  # its memory must outlive whatever may still touch it
             self._kept.pop(region.id, None)
 

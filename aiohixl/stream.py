@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from aiohixl.completion import wake
 from aiohixl.errors import ConfigError, HixlError, TransferAbortedError
 from aiohixl.transfer import Transfer, outlast, wait_all
 
@@ -33,6 +35,12 @@ class KVStream:
         self._send_note = send_note
         self._what = what
         self._open = False
+        # Posts come from any thread: what is decided about them is decided under this lock, held for a few steps only.
+        self._lock = threading.Lock()
+        self._reserved: set[int] = set()
+        self._posting = 0
+        self._posted: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting = 0
         #: The transfer of each layer posted so far.
         self.transfers: dict[int, Transfer] = {}
@@ -47,25 +55,46 @@ class KVStream:
         From any thread; never waits. Raises `ConfigError` for a layer that does not exist or was posted already,
         `QueueFullError` from a thread when the queue is full, and whatever `Peer.write_kv` raises.
         """
-        if not self._open:
-            raise ConfigError(f"{self._what}: post() belongs inside the stream's `async with` block")
         if not isinstance(layer, int) or not 0 <= layer < self.num_layers:
             raise ConfigError(
                 f"{self._what}: there is no layer {layer!r}; the cache has layers 0 to {self.num_layers - 1}"
             )
-        if layer in self.transfers:
-            raise ConfigError(f"{self._what}: layer {layer} was posted already")
-        transfer = self.transfers[layer] = self._post_layer(layer)
+        with self._lock:
+            if not self._open:
+                raise ConfigError(f"{self._what}: post() belongs inside the stream's `async with` block")
+            if layer in self._reserved:
+                raise ConfigError(f"{self._what}: layer {layer} was posted already")
+            self._reserved.add(layer)
+            self._posting += 1
+        transfer: Transfer | None = None
+        try:
+            transfer = self._post_layer(layer)
+        finally:
+            self._post_ended(layer, transfer)
         return transfer
 
+    def _post_ended(self, layer: int, transfer: Transfer | None) -> None:
+        with self._lock:
+            if transfer is None:
+                self._reserved.discard(layer)
+            else:
+                self.transfers[layer] = transfer
+            self._posting -= 1
+            last = not self._open and not self._posting
+        if last and self._loop is not None and self._posted is not None:
+            self._loop.call_soon_threadsafe(wake, [self._posted])
+
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._open = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open = False
+        late = await self._stop_posts()
+        if error is None:
+            error = late
         if error is None:
             missing = [layer for layer in range(self.num_layers) if layer not in self.transfers]
             if missing:
@@ -84,9 +113,25 @@ class KVStream:
             if self._send_note is not None:
                 await self._send_note(False)
             return
-        cancelled = await self._abort()
+        cancelled = await self._abort() or late
         if cancelled is not None and not isinstance(error, asyncio.CancelledError):
             raise cancelled
+        if error is late and late is not None:
+            raise late
+
+    async def _stop_posts(self) -> asyncio.CancelledError | None:
+        """No post begins from here on; those that threads have begun end (they take microseconds, and never wait)."""
+        with self._lock:
+            self._open = False
+            if self._posting and self._loop is not None:
+                self._posted = self._loop.create_future()
+        cancelled: asyncio.CancelledError | None = None
+        while self._posted is not None and not self._posted.done():
+            try:
+                await asyncio.shield(self._posted)
+            except asyncio.CancelledError as exc:
+                cancelled = cancelled or exc
+        return cancelled
 
     async def _abort(self) -> asyncio.CancelledError | None:
         """What is in flight ends; then the receiver hears that the rest will not come."""

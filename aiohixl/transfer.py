@@ -231,13 +231,14 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         future = self._waiter()
         try:
             yield from future.__await__()
-        except asyncio.CancelledError:
-            if self._waiters is not None:
-                self._waiters.remove(future)
+        except (asyncio.CancelledError, GeneratorExit) as exc:  # GeneratorExit: the coroutine is thrown away
+            if not self._done:
+                self._leave(future)
                 if self._waiters:
                     raise  # others wait on: only this await ends
                 self.cancel()
-                yield from self._wait_until_done()
+                if isinstance(exc, asyncio.CancelledError):
+                    yield from self._wait_until_done()
             self._observed = True
             raise
 
@@ -248,8 +249,11 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
             try:
                 yield from future.__await__()
             except asyncio.CancelledError:
-                if self._waiters is not None:
-                    self._waiters.remove(future)
+                self._leave(future)
+
+    def _leave(self, future: asyncio.Future[None]) -> None:
+        if self._waiters is not None and future in self._waiters:
+            self._waiters.remove(future)
 
     # ---- what makes it a coroutine: each task that drives it has its own await ----
 

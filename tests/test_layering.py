@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "completion": {"_core"},
     "transfer": {"completion"},
     "scope": {"transfer"},
-    "stream": {"transfer"},
+    "stream": {"completion", "transfer"},
     "notes": set(),
     "events": {"notes"},
     "address": {"config"},
