@@ -422,6 +422,10 @@ cdef class Endpoint:
         reason = text.decode("utf-8", "replace")
         return (provider.decode() if status == hx.HX_OK else None), reason
 
+    def expect(self, int change):
+        """Count those who wait for an announcement: heartbeats run for them."""
+        hx.hx_endpoint_expect(self.ep, change)
+
     def close(self):
         check(hx.hx_endpoint_close(self.ep))
 

@@ -109,6 +109,12 @@ static hx_status_t push_endpoint(hx_endpoint_t *ep, hx_cmd_kind_t kind, uint64_t
     return hx_command_push(ep->engine, cmd);
 }
 
+void hx_endpoint_expect(hx_endpoint_t *ep, int change)
+{
+    atomic_fetch_add(&ep->expecting, (uint32_t)change);
+    hx_control_arm_tick(ep->engine);
+}
+
 hx_status_t hx_endpoint_close(hx_endpoint_t *ep)
 {
     return push_endpoint(ep, HX_CMD_CLOSE, 0);

@@ -289,6 +289,7 @@ struct hx_endpoint {
     _Atomic uint32_t state;
     _Atomic uint32_t lost_status;
     _Atomic uint32_t inflight;
+    _Atomic uint32_t expecting; /* awaits for something that the peer may announce */
     uint64_t serial;
     char name[HX_NAME_MAX + 1];
     uint8_t incarnation[HX_INCARNATION_LEN];

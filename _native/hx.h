@@ -226,6 +226,7 @@ uint64_t hx_endpoint_epoch(const hx_endpoint_t *ep); /* for hx_post_t.epoch */
 /* Which path a transfer between the two takes and why; `text` gets one line. */
 hx_status_t hx_endpoint_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
                               const char **provider_p, char text[HX_TEXT_MAX]);
+void hx_endpoint_expect(hx_endpoint_t *ep, int change); /* somebody waits for an announcement: is the peer alive? */
 hx_status_t hx_endpoint_close(hx_endpoint_t *ep);
 hx_status_t hx_endpoint_credit(hx_endpoint_t *ep, uint32_t notes); /* the consumer took this many */
 void hx_endpoint_ref(hx_endpoint_t *ep);

@@ -188,6 +188,7 @@ cdef extern from "hx.h" nogil:
     uint64_t hx_endpoint_epoch(const hx_endpoint_t *ep)
     hx_status_t hx_endpoint_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
                                   const char **provider_p, char *text)
+    void hx_endpoint_expect(hx_endpoint_t *ep, int change)
     hx_status_t hx_endpoint_close(hx_endpoint_t *ep)
     hx_status_t hx_endpoint_credit(hx_endpoint_t *ep, uint32_t notes)
     void hx_endpoint_ref(hx_endpoint_t *ep)

@@ -61,7 +61,7 @@ void hx_live_cancel_notes(hx_endpoint_t *ep)
 
 static bool pending(const hx_endpoint_t *ep)
 {
-    return atomic_load(&ep->inflight) || atomic_load(&ep->notes_pending);
+    return atomic_load(&ep->inflight) || atomic_load(&ep->notes_pending) || atomic_load(&ep->expecting);
 }
 
 /* Heartbeats only while we wait for something; they are answered by the peer's control thread. */

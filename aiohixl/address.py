@@ -94,7 +94,7 @@ def _private_directory() -> Path:
     candidates = [Path(runtime, "aiohixl")] if runtime else []
     candidates += [Path(tempfile.gettempdir(), f"aiohixl-{uid}"), Path("/tmp", f"aiohixl-{uid}")]
     problems = []
-    for path in candidates:
+    for path in dict.fromkeys(candidates):
         if len(os.fsencode(path)) + 1 + 17 > _UNIX_PATH_MAX:
             problems.append(f"{path}: too long for a unix socket")
             continue
@@ -108,7 +108,10 @@ def _private_directory() -> Path:
             problems.append(f"{path}: not a directory of uid {uid} with mode 0700")
             continue
         return path
-    raise ConfigError(f"no private directory for the engine's unix socket: {'; '.join(problems)}")
+    raise ConfigError(
+        f"no private directory for the engine's unix socket: {'; '.join(problems)}; remove it, or set XDG_RUNTIME_DIR "
+        "or TMPDIR to a directory of yours"
+    )
 
 
 def _sweep(directory: Path) -> None:

@@ -101,9 +101,9 @@ def _from_protocol(obj: object) -> BufferInfo:
         raise RegionError(f"a {_name(obj)} does not give its memory away: {exc}") from exc
     else:
         return _from_memoryview(view, obj)
-    # Looked up on the type: instances with a catch-all __getattr__ have every attribute.
+    # Looked up where attributes are stored: instances with a catch-all __getattr__ have every attribute.
     cls = type(obj)
-    if hasattr(cls, "__array_interface__"):
+    if hasattr(cls, "__array_interface__") or "__array_interface__" in getattr(obj, "__dict__", ()):
         try:
             array = np.asarray(obj)
         except Exception as exc:  # the interface is the user's code and may raise anything

@@ -31,10 +31,9 @@ def _say(text: str) -> None:
 
 
 def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{value} is not a port: 0 to 65535, 0 for any free one")
-    return value
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535, 0 for any free one")
+    return int(text)
 
 
 def _count(text: str) -> int:

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
+import re
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -83,6 +86,9 @@ class EngineConfig:
             values["transports"] = _transports(values["transports"])
         if "faults" in values:
             values["faults"] = _faults(values["faults"])
+        advertise = values.get("advertise")
+        if isinstance(advertise, str) and advertise.startswith("[") and advertise.endswith("]"):
+            values["advertise"] = advertise[1:-1]  # as in a URL, which is where it goes
         config = cls(name, **values)  # type: ignore[arg-type]  # _check() looks at each
         config._check()
         return config
@@ -102,9 +108,23 @@ class EngineConfig:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value or not _encodes(value)):
                 raise ConfigError(f"{key}: a str that is not empty and fit for UTF-8, not {type(value).__name__}")
+        if not isinstance(self.force, bool):
+            raise ConfigError(f"force: True or False, not {self.force!r}")
+        if self.replace is not None and not re.fullmatch("[0-9a-f]{32}", self.replace):
+            raise ConfigError(
+                "replace: the incarnation to take over from, 32 lower-case hexadecimal digits (`Engine.incarnation`), "
+                f"not {self.replace!r}"
+            )
+        if self.advertise is not None:
+            if not _is_host(self.advertise):
+                raise ConfigError(f"advertise: one host name or IP address, without a port, not {self.advertise!r}")
+            if self.address is None:
+                raise ConfigError(
+                    f"advertise={self.advertise!r} needs an address to listen on: give address='host:port' as well"
+                )
         if self.address is not None:
             host, _ = parse_host_port(self.address, "address")
-            if host in ("0.0.0.0", "::") and self.advertise is None:
+            if _is_wildcard(host) and self.advertise is None:
                 raise ConfigError(
                     f"address {self.address!r} listens on every interface: say with advertise='host' which address "
                     "peers shall use"
@@ -159,6 +179,30 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _is_host(text: str) -> bool:
+    """Fit to stand in ``tcp://host:port``, in a list separated by commas."""
+    if not text.isprintable() or set(text) & set(" ,/[]"):
+        return False
+    if ":" not in text:
+        return True
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            return socket.inet_aton(host) == bytes(4)  # "0" and the like, which resolvers take for 0.0.0.0
+        except (OSError, ValueError):
+            return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_unspecified
 
 
 def _transports(value: object) -> tuple[str, ...]:

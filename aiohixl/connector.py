@@ -21,6 +21,7 @@ from aiohixl.errors import (
     PeerUnreachableError,
     RendezvousError,
     make_error,
+    with_data,
 )
 from aiohixl.offloop import resolve
 from aiohixl.peer import Peer, unreachable
@@ -207,6 +208,8 @@ class Connector:
             )
             async with asyncio.timeout_at(deadline):
                 return await future
+        except PeerMismatchError as exc:  # the native side knows neither the target nor the address as we write it
+            raise with_data(PeerMismatchError(f"connect to {target!r} at {address}: {exc}"), **vars(exc)) from None
         except TimeoutError:
             raise PeerUnreachableError(f"connect to {target!r} at {address}: no answer in time") from None
         except _core.StatusError as exc:

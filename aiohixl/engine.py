@@ -52,7 +52,7 @@ class Engine:
         secret: shared by all engines; each control link proves it. The rendezvous gets a token derived from it.
         transports: ``["auto"]``, or the transports that may be used.
         address: ``host:port`` to listen on by TCP as well, besides the unix socket; port 0 picks one.
-        advertise: the host that peers are told, where `address` is a wildcard.
+        advertise: the host that peers are told instead of `address`'s; needed where that is a wildcard.
         ttl, join_timeout, replace, force: see `aiohixl.rendezvous.RendezvousClient.join`.
         copy_threads: native threads that copy; default the cores, at most 4.
         queue_depth, peer_depth: transfers in flight in the native core, in all and per peer; more park.
@@ -391,9 +391,9 @@ class Engine:
     def register(self, buffer: Any, name: str = "", *, access: str = "rw") -> Region:
         """Register memory that exists: anything with the buffer protocol, numpy and torch CPU tensors, DLPack.
 
-        No copy; contiguous. The object is kept until `deregister`. Memory inside an `allocate`d region is recognised
-        and stays as fast. Raises `RegionError` for memory that no transport here reaches, and for read-only buffers
-        unless ``access="r"``.
+        No copy; contiguous. The object is kept until `deregister`; an unnamed one, also only until you drop its
+        `Region`. Memory inside an `allocate`d region is recognised and stays as fast. Raises `RegionError` for memory
+        that no transport here reaches, and for read-only buffers unless ``access="r"``.
         """
         self.check()
         return self._registry_().register(buffer, name, access=access)
@@ -475,6 +475,14 @@ class Engine:
                 with contextlib.suppress(_core.StatusError):
                     peer.credit(count)
         self._credits.clear()
+
+    @property
+    def peer_depth(self) -> int:
+        return self._config.peer_depth
+
+    def has_room(self) -> bool:
+        """Whether the native queue takes another transfer, of whichever peer."""
+        return sum(peer._endpoint.inflight for peer in self._peers.values()) < self._config.queue_depth
 
     def peer_parked(self, peer: Peer) -> None:
         self._parked[peer] = None

@@ -27,7 +27,7 @@ from aiohixl.errors import (
 )
 from aiohixl.kvcache import Blocks, KVCache, RemoteKV, Row, rows_of_layer
 from aiohixl.region import Region, RemoteRegion, Span, as_int64
-from aiohixl.scope import Scope, note_post
+from aiohixl.scope import Scope, any_open, scoped
 from aiohixl.stream import KVStream
 from aiohixl.transfer import REASONS, Transfer
 
@@ -58,6 +58,9 @@ class Host(Protocol):
     def queue(self) -> CompletionQueue: ...
     def check(self) -> None: ...
     def peer_parked(self, peer: Peer) -> None: ...
+    def has_room(self) -> bool: ...
+    @property
+    def peer_depth(self) -> int: ...
 
 
 class _Parked(NamedTuple):
@@ -124,6 +127,7 @@ class Peer:
         return await self._wait_for("KV cache", name, lambda: self._announced.caches, wait)
 
     async def _wait_for(self, what: str, name: str, known: Callable[[], dict[str, T]], patience: float) -> T:
+        self._endpoint.expect(1)  # heartbeats, so that a frozen peer is noticed
         try:
             async with asyncio.timeout(patience):
                 while (found := known().get(name)) is None:
@@ -135,6 +139,8 @@ class Peer:
             raise RegionError(
                 f"peer {self.name!r} announced no {what} {name!r} within {patience} s; it has {list(known()) or 'none'}"
             ) from None
+        finally:
+            self._endpoint.expect(-1)
 
     def region_added(self, handle: _core.RemoteRegion, name: str, blob: bytes) -> None:
         for error in self._announced.add(handle, name, blob):
@@ -186,6 +192,11 @@ class Peer:
     post_read = read
 
     def _one(self, kind: str, local: Any, remote: Any, note: Payload | None, topic: str) -> Transfer:
+        if any_open():
+            return scoped(self, lambda: self._one_now(kind, local, remote, note, topic))
+        return self._one_now(kind, local, remote, note, topic)
+
+    def _one_now(self, kind: str, local: Any, remote: Any, note: Payload | None, topic: str) -> Transfer:
         if type(local) is Span:
             region, lo, nbytes = local.target, local.offset, local.nbytes
         else:
@@ -209,7 +220,7 @@ class Peer:
             region.check_quarantine(lo, nbytes)
         if note is not None or self._parked:
             los, ros = np.array([lo], np.int64), np.array([ro], np.int64)
-            return self._post(kind, [(region, target.handle, target.rkey, los, ros, nbytes)], nbytes, note, topic)
+            return self._post_now(kind, [(region, target.handle, target.rkey, los, ros, nbytes)], nbytes, note, topic)
         queue = self._queue
         transfer = Transfer(self, queue, kind, nbytes, local)
         token = transfer.token
@@ -226,7 +237,6 @@ class Peer:
                 transfer.complete_inline(-1 - handle)
             else:
                 transfer.posted(handle)
-        note_post(self, transfer)
         return transfer
 
     def write_many(
@@ -273,6 +283,8 @@ class Peer:
             raise RegionError(
                 f"{kind}_many takes a region of this engine and one of the peer, not {local!r} and {remote!r}"
             )
+        if isinstance(nbytes, np.integer):
+            nbytes = int(nbytes)
         lo, ro = as_int64(los, "local offsets"), as_int64(ros, "remote offsets")
         n = nbytes if isinstance(nbytes, int) else as_int64(nbytes, "nbytes")
         if len(lo) != len(ro) or (not isinstance(n, int) and len(n) != len(lo)):
@@ -363,6 +375,8 @@ class Peer:
         return KVStream(post_layer, None if note is None else send_note, cache.layout.num_layers, what)
 
     def _remote_kv(self, cache: KVCache, remote: RemoteKV | str | None) -> RemoteKV:
+        if not isinstance(cache, KVCache):
+            raise RegionError(f"a KV cache of this engine comes first (from register_kv), not {cache!r}")
         name = cache.name if remote is None else remote
         target = remote if isinstance(remote, RemoteKV) else self._announced.caches.get(str(name))
         if target is None:
@@ -402,6 +416,22 @@ class Peer:
         epoch: int = _core.EPOCH_NOW,
         aborted: bool = False,
     ) -> Transfer:
+        def post() -> Transfer:
+            return self._post_now(kind, segments, nbytes, note, topic, epoch=epoch, aborted=aborted)
+
+        return scoped(self, post) if any_open() else post()
+
+    def _post_now(
+        self,
+        kind: str,
+        segments: list[Segment],
+        nbytes: int,
+        note: Payload | None,
+        topic: str,
+        *,
+        epoch: int = _core.EPOCH_NOW,
+        aborted: bool = False,
+    ) -> Transfer:
         payload = None if note is None else _note_bytes(note)
         topic_bytes = _topic_bytes(topic)
         for region, _, _, lo, _, n in segments:
@@ -416,7 +446,6 @@ class Peer:
             self._park(entry)
         else:
             self._submit(entry)
-        note_post(self, transfer)
         return transfer
 
     def _submit(self, entry: _Parked) -> None:
@@ -531,8 +560,11 @@ class Peer:
     async def window(self) -> None:
         """Return when the next post will not park. Cancelling this only stops waiting."""
         self._host.check()
-        while self._parked and self._lost is None:
+        while not self.has_room() and self._lost is None:
             await self._queue.waiter(self._space)
+
+    def has_room(self) -> bool:
+        return not self._parked and self._endpoint.inflight < self._host.peer_depth and self._host.has_room()
 
     def scope(self) -> Scope:
         """``async with peer.scope()``: leaving waits for everything posted inside.
@@ -572,7 +604,7 @@ class Peer:
             self._endpoint.close()
 
     def after_drain(self) -> None:
-        if self._space and not self.inflight:
+        if self._space and (not self.inflight or self.has_room()):
             wake(self._space)
 
     def credit(self, notes: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import os
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol
@@ -46,13 +47,23 @@ class Span:
         return f"<Span [{self.offset}:{self.offset + self.nbytes}] of {self.target!r}>"
 
 
+def whole_number(value: Any) -> int | None:
+    """`value` as an int, numpy's integers included; None for anything else, bools too."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def _bounds(key: object, nbytes: int, what: object) -> tuple[int, int]:
     # Not Python's clamping: a slice that reaches past the end is a mistake in an address, not a wish for less.
     if not isinstance(key, slice) or key.step not in (None, 1):
         raise RegionError(f"{what!r} slices as [start:stop] in bytes, without a step, not by {key!r}")
-    start = 0 if key.start is None else key.start
-    stop = nbytes if key.stop is None else key.stop
-    if not isinstance(start, int) or not isinstance(stop, int) or not 0 <= start <= stop <= nbytes:
+    start = 0 if key.start is None else whole_number(key.start)
+    stop = nbytes if key.stop is None else whole_number(key.stop)
+    if start is None or stop is None or not 0 <= start <= stop <= nbytes:
         raise RegionError(f"[{key.start}:{key.stop}] is outside {what!r}, which has {nbytes} bytes")
     return start, stop
 
@@ -73,7 +84,8 @@ class Host(Protocol):
 class Region(_core.Region):
     """Registered memory of this engine. Made by `allocate`, `register` and `register_many`.
 
-    It speaks the buffer protocol (``numpy.asarray(region)`` is its bytes; ``torch.frombuffer``) and slices to a `Span`.
+    It speaks the buffer protocol (``numpy.frombuffer(region, numpy.uint8)`` is its bytes; ``torch.frombuffer``; for
+    type checkers write ``memoryview(region)``) and slices to a `Span`.
     Awaiting it waits until it is usable and gives it back; a transfer that uses it waits by itself.
     """
 
@@ -214,6 +226,8 @@ class Region(_core.Region):
     def _pairs(self, spans: Spans | None) -> npt.NDArray[np.int64]:
         if spans is None:
             return np.array([[0, self.nbytes]], np.int64)
+        if not isinstance(spans, Iterable):
+            raise self._malformed(spans)
         pairs = []
         for span in spans:
             if isinstance(span, Span):
@@ -221,9 +235,21 @@ class Region(_core.Region):
                     raise RegionError(f"{span!r} is not a span of {self!r}")
                 pairs.append((span.offset, span.nbytes))
             else:
-                checked = Span(self, *span)
+                try:
+                    offset, nbytes = (whole_number(number) for number in span)
+                except (TypeError, ValueError):  # not iterable, or not two
+                    raise self._malformed(span) from None
+                if offset is None or nbytes is None:
+                    raise self._malformed(span)
+                checked = Span(self, offset, nbytes)
                 pairs.append((checked.offset, checked.nbytes))
         return np.array(pairs, np.int64).reshape(-1, 2)
+
+    def _malformed(self, what: object) -> RegionError:
+        return RegionError(
+            f"spans of {self!r}: a list of (offset, nbytes) pairs or slices of it, as in spans=[(0, 10)] or "
+            f"spans=[region[0:10]], not {what!r}"
+        )
 
 
 class Answer:

@@ -16,7 +16,7 @@ from aiohixl.errors import ConfigError, RegionError
 from aiohixl.events import Event
 from aiohixl.kv import KVLayout
 from aiohixl.kvcache import KVCache, encode_announcement
-from aiohixl.region import ACCESS, Region
+from aiohixl.region import ACCESS, Region, whole_number
 
 __all__ = ["Registry"]
 
@@ -68,12 +68,13 @@ class Registry:
     def allocate(self, nbytes: int, name: str = "", *, access: str = "rw") -> Region:
         self.check()
         self._check_name(name)
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
+        size = whole_number(nbytes)
+        if size is None or size <= 0:
             raise RegionError(f"allocate: a positive number of bytes, not {nbytes!r}")
         free = _available_memory()
-        if free is not None and nbytes > free:
-            raise RegionError(f"allocate: {nbytes} bytes asked for, {free} bytes of memory are available")
-        region = self._region(name, access, nbytes=nbytes, ready=False)
+        if free is not None and size > free:
+            raise RegionError(f"allocate: {size} bytes asked for, {free} bytes of memory are available")
+        region = self._region(name, access, nbytes=size, ready=False)
         self._allocations[region.id] = region
         self._announce(region, name)
         return region
@@ -86,6 +87,8 @@ class Registry:
 
     def register_many(self, buffers: Mapping[str, Any], *, access: str = "rw") -> dict[str, Region]:
         self.check()
+        if not isinstance(buffers, Mapping):
+            raise ConfigError(f"register_many: a mapping of names to buffers, not {type(buffers).__name__}")
         infos = {name: inspect_buffer(buffer) for name, buffer in buffers.items()}
         for name, info in infos.items():
             self._check_name(name, required=True)
@@ -98,9 +101,14 @@ class Registry:
     def register_kv(self, layers: Any, name: str = "kv", *, block_axis: int = 0, access: str = "rw") -> KVCache:
         self.check()
         self._check_name(name, required=True)
-        layout, infos = KVLayout.from_layers(layers, block_axis=block_axis)
+        axis = whole_number(block_axis)
+        if axis is None:
+            raise ConfigError(f"register_kv: block_axis is the number of an axis, not {block_axis!r}")
+        layout, infos = KVLayout.from_layers(layers, block_axis=axis)
         for info in infos:
             _check_access(info, name, access)
+        if "w" in access:
+            _check_distinct(layout, infos)
         regions = []
         for slot, info in enumerate(infos):
             part = _PART.format(cache=name, slot=slot)
@@ -150,7 +158,8 @@ class Registry:
         except _core.StatusError as exc:
             status = self.queue.statuses[exc.status]
             detail = f": {os.strerror(exc.sys_errno)}" if status == "SYSTEM" else ""
-            raise RegionError(f"cannot register {nbytes} bytes as {name!r}{detail}") from None
+            called = f" as {name!r}" if name else ""
+            raise RegionError(f"cannot register {nbytes} bytes{called}{detail}") from None
         self._regions[region.id] = region
         return region
 
@@ -166,7 +175,10 @@ class Registry:
                 f"a name has at most {_core.NAME_MAX} bytes of UTF-8 without NUL and line feed: {name[:40]!r}"
             )
         if name in self._named:
-            raise RegionError(f"{name!r} is registered already: {self._named[name]!r}; deregister it first")
+            known = self._named[name]
+            # Only what stands for a whole cache has no bytes of its own.
+            what = repr(known) if known.nbytes else "a KV cache of that name"
+            raise RegionError(f"{name!r} is registered already: {what}; deregister it first")
 
     def _announce(self, region: Region, name: str, blob: bytes = b"") -> None:
         if name:
@@ -194,6 +206,23 @@ class Registry:
             self._kept.pop(region.id, None)
 
 
+def _called(info: BufferInfo, name: str) -> str:
+    return repr(name) if name else f"the buffer ({info.dtype}, shape {info.shape})"
+
+
+def _check_distinct(layout: KVLayout, infos: list[BufferInfo]) -> None:
+    """Refuse a tensor that was given twice. Parts that interleave share their extent and no byte, and are fine."""
+    seen: dict[tuple[object, ...], tuple[int, str]] = {}
+    for slot, info in zip(layout.slots(), infos, strict=True):
+        first = seen.setdefault((info.addr, info.shape, info.strides, info.itemsize), slot)
+        if first is not slot:
+            raise ConfigError(
+                f"layers: layer {first[0]} part {first[1]!r} and layer {slot[0]} part {slot[1]!r} are the same memory "
+                f"({info.describe()}), so that writing one overwrites the other: pass a tensor of its own for each, or "
+                "access='r'"
+            )
+
+
 def _check_access_word(access: object) -> None:
     if not isinstance(access, str) or access not in ACCESS:
         raise ConfigError(f"access: one of {', '.join(ACCESS)}, not {access!r}")
@@ -203,15 +232,16 @@ def _check_access(info: BufferInfo, name: str, access: str) -> None:
     _check_access_word(access)
     if info.readonly and "w" in access:
         raise RegionError(
-            f"{name!r} is read-only memory, and access {access!r} lets peers write: use access='r', or a copy"
+            f"{_called(info, name)} is read-only memory, and access {access!r} lets peers write: use access='r', or a "
+            "copy"
         )
 
 
 def _check_registrable(info: BufferInfo, name: str, access: str) -> None:
     if not info.contiguous:
         raise RegionError(
-            f"{name!r} is not contiguous (shape {info.shape}, strides {info.strides} bytes): register the whole of its "
-            "memory, or use register_kv, which takes strides"
+            f"{_called(info, name)} is not contiguous (shape {info.shape}, strides {info.strides} bytes): register the "
+            "whole of its memory, or use register_kv, which takes strides"
         )
     _check_access(info, name, access)
 

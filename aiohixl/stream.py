@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
+import operator
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from aiohixl.completion import wake
 from aiohixl.errors import ConfigError, HixlError, TransferAbortedError
+from aiohixl.gate import PostGate
 from aiohixl.transfer import Transfer, outlast, wait_all
 
 __all__ = ["KVStream"]
@@ -34,13 +34,9 @@ class KVStream:
         self._post_layer = post_layer
         self._send_note = send_note
         self._what = what
-        self._open = False
-        # Posts come from any thread: what is decided about them is decided under this lock, held for a few steps only.
-        self._lock = threading.Lock()
-        self._reserved: set[int] = set()
-        self._posting = 0
-        self._posted: asyncio.Future[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._entered = False
+        self._gate = PostGate()
+        self._reserved: dict[int, object] = {}
         self._waiting = 0
         #: The transfer of each layer posted so far.
         self.transfers: dict[int, Transfer] = {}
@@ -55,44 +51,42 @@ class KVStream:
         From any thread; never waits. Raises `ConfigError` for a layer that does not exist or was posted already,
         `QueueFullError` from a thread when the queue is full, and whatever `Peer.write_kv` raises.
         """
-        if not isinstance(layer, int) or not 0 <= layer < self.num_layers:
+        index = operator.index(layer) if hasattr(layer, "__index__") and not isinstance(layer, bool) else -1
+        if not 0 <= index < self.num_layers:
             raise ConfigError(
                 f"{self._what}: there is no layer {layer!r}; the cache has layers 0 to {self.num_layers - 1}"
             )
-        with self._lock:
-            if not self._open:
-                raise ConfigError(f"{self._what}: post() belongs inside the stream's `async with` block")
-            if layer in self._reserved:
-                raise ConfigError(f"{self._what}: layer {layer} was posted already")
-            self._reserved.add(layer)
-            self._posting += 1
-        transfer: Transfer | None = None
+        if not self._gate.begin():
+            raise ConfigError(
+                f"{self._what}: the stream has ended (its block was left or cancelled); stop computing for it"
+                if self._entered
+                else f"{self._what}: post() belongs inside the stream's `async with` block"
+            )
         try:
-            transfer = self._post_layer(layer)
+            # setdefault is atomic: of two threads with one layer, one finds the other's mark.
+            mark = object()
+            if self._reserved.setdefault(index, mark) is not mark:
+                raise ConfigError(f"{self._what}: layer {index} was posted already")
+            try:
+                transfer = self.transfers[index] = self._post_layer(index)
+            except BaseException:
+                del self._reserved[index]
+                raise
+            return transfer
         finally:
-            self._post_ended(layer, transfer)
-        return transfer
-
-    def _post_ended(self, layer: int, transfer: Transfer | None) -> None:
-        with self._lock:
-            if transfer is None:
-                self._reserved.discard(layer)
-            else:
-                self.transfers[layer] = transfer
-            self._posting -= 1
-            last = not self._open and not self._posting
-        if last and self._loop is not None and self._posted is not None:
-            self._loop.call_soon_threadsafe(wake, [self._posted])
+            self._gate.end()
 
     async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
-        self._open = True
+        if self._entered:
+            raise ConfigError(f"{self._what}: a stream is entered once; make another with stream_kv()")
+        self._entered = True
+        self._gate.open()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        late = await self._stop_posts()
+        late = await self._gate.close()
         if error is None:
             error = late
         if error is None:
@@ -118,20 +112,6 @@ class KVStream:
             raise cancelled
         if error is late and late is not None:
             raise late
-
-    async def _stop_posts(self) -> asyncio.CancelledError | None:
-        """No post begins from here on; those that threads have begun end (they take microseconds, and never wait)."""
-        with self._lock:
-            self._open = False
-            if self._posting and self._loop is not None:
-                self._posted = self._loop.create_future()
-        cancelled: asyncio.CancelledError | None = None
-        while self._posted is not None and not self._posted.done():
-            try:
-                await asyncio.shield(self._posted)
-            except asyncio.CancelledError as exc:
-                cancelled = cancelled or exc
-        return cancelled
 
     async def _abort(self) -> asyncio.CancelledError | None:
         """What is in flight ends; then the receiver hears that the rest will not come."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Protocol
 
 from aiohixl.completion import CompletionQueue, Record, wake
-from aiohixl.errors import HixlError, make_error
+from aiohixl.errors import ClosedError, HixlError, make_error
 
 __all__ = ["REASONS", "Transfer", "outlast", "wait_all"]
 
@@ -228,6 +228,8 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         return self._queue.waiter(self._waiters)
 
     def _wait(self) -> Generator[Any, Any, None]:
+        if not self._queue.on_loop():
+            raise ClosedError(f"{self!r} belongs to another event loop; it can be awaited there only")
         future = self._waiter()
         try:
             yield from future.__await__()

@@ -115,7 +115,8 @@ async def test_contract_07_parked_transfers_go_in_order(start: Start, depth: int
     posted = [
         ground.peer.write(source, ground.remote[7:8], note=i.to_bytes(2, "little")) for i, source in enumerate(sources)
     ]
-    assert ground.a.stats()["parked"] == 200 - (depth - 1)
+    # One that has completed in a native thread meanwhile makes room for another before the first one parks.
+    assert 0 < ground.a.stats()["parked"] <= 200 - (depth - 1)
     held.cancel()
     await aiohixl.wait_all(posted)
     held.detach()

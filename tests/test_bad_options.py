@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import mmap
+import re
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -363,3 +367,145 @@ async def test_an_engine_is_started_once(start: Start) -> None:
         with pytest.raises(aiohixl.ClosedError, match="not started"):
             use()
     await never.close()
+
+
+# ---- whole numbers, hosts, spans, and what the messages name ----
+
+
+async def test_numbers_of_numpy_are_whole_numbers(ground: Ground) -> None:
+    span = ground.remote[np.int64(3) : np.uint8(10)]
+    assert (span.offset, span.nbytes) == (3, 7)
+    assert type(span.offset) is type(span.nbytes) is int
+    assert len(ground.source[np.int32(8) :][: np.int64(4)]) == 4
+    region = await ground.a.allocate(np.int64(4096))  # type: ignore[arg-type]
+    assert region.nbytes == 4096
+    await region.revoke(spans=np.array([[0, 10], [20, 5]]))
+    region.grant(spans=[(np.int64(0), np.int64(10))])  # type: ignore[list-item]
+    for bad in (True, np.True_, 1.0, "1", np.float64(1), 1 << 70):
+        for key in (slice(bad, None), slice(0, bad)):
+            with pytest.raises(aiohixl.RegionError, match="is outside"):
+                ground.remote[key]
+    with pytest.raises(aiohixl.RegionError, match="allocate"):
+        ground.a.allocate(np.float64(4096))  # type: ignore[arg-type]
+    await ground.still_good()
+
+
+@pytest.mark.parametrize(("advertise", "told"), [("[::1]", "[::1]"), ("::1", "[::1]"), ("node-7", "node-7")])
+async def test_the_advertised_host_stands_in_the_address(start: Start, advertise: str, told: str) -> None:
+    engine = await start("a", address="127.0.0.1:0", advertise=advertise)
+    assert re.fullmatch(rf"tcp://{re.escape(told)}:\d+", engine.address.split(",")[1])
+
+
+@pytest.mark.parametrize(
+    "host", ["a b", " a", "a\n", "a\t", "a\x7f", "a,b", "[[::1]]", "10.0.0.1:7000", "tcp://a", "[]"]
+)
+def test_advertised_hosts_that_are_none(host: str) -> None:
+    with pytest.raises(aiohixl.ConfigError, match="advertise"):
+        aiohixl.Engine("x", address="0.0.0.0:0", advertise=host)
+
+
+def test_advertise_goes_with_an_address() -> None:
+    with pytest.raises(aiohixl.ConfigError, match="needs an address to listen on"):
+        aiohixl.Engine("x", advertise="10.0.0.1")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "[::0]", "[0:0:0:0:0:0:0:0]", "[::ffff:0.0.0.0]", "0", "0.0"])
+def test_every_spelling_of_a_wildcard_needs_advertise(host: str) -> None:
+    with pytest.raises(aiohixl.ConfigError, match="every interface"):
+        aiohixl.Engine("x", address=f"{host}:0")
+    aiohixl.Engine("x", address=f"{host}:0", advertise="10.0.0.1")
+    aiohixl.Engine("x", address="[::1]:0")
+
+
+def test_taking_over_is_asked_for_in_the_right_form() -> None:
+    for force in (1, 0, None, "yes"):
+        with pytest.raises(aiohixl.ConfigError, match="force: True or False"):
+            aiohixl.Engine("x", force=force)
+    for replace in ("0" * 31, "0" * 33, "A" * 32, "g" * 32, "0" * 32 + "\n"):
+        with pytest.raises(aiohixl.ConfigError, match=r"replace: .*32 lower-case"):
+            aiohixl.Engine("x", replace=replace)
+    aiohixl.Engine("x", force=True, replace="0123456789abcdef" * 2)
+
+
+async def test_arguments_of_registering(ground: Ground) -> None:
+    a = ground.a
+    for buffers in ([bytearray(8)], bytearray(8), None):
+        with pytest.raises(aiohixl.ConfigError, match="a mapping of names to buffers"):
+            a.register_many(buffers)  # type: ignore[arg-type]
+    for axis in ("0", None, 0.0, True):
+        with pytest.raises(aiohixl.ConfigError, match="block_axis is the number of an axis"):
+            a.register_kv(kv_layers(), "never", block_axis=axis)  # type: ignore[arg-type]
+    assert a.register_kv(kv_layers(), "axis", block_axis=np.int64(0)).layout.nblocks == 8  # type: ignore[arg-type]
+    await ground.still_good()
+
+
+async def test_spans_that_are_none(ground: Ground) -> None:
+    target = ground.target
+    other = ground.b.allocate(64)
+    for spans in ((0, 10), 5, target[0:10], target, [None], "ab", ["ab"], [(0,)], [(0, 1, 2)], [(0.0, 1)], [(True, 1)]):
+        with pytest.raises(aiohixl.RegionError, match=r"pairs or slices of it, as in spans=\[\(0, 10\)\]"):
+            await target.revoke(spans=spans)  # type: ignore[arg-type]
+        with pytest.raises(aiohixl.RegionError, match=r"pairs or slices of it, as in spans=\[\(0, 10\)\]"):
+            target.grant(spans=spans)  # type: ignore[arg-type]
+    for outside in ([(0, ground.target.nbytes + 1)], [(-1, 1)], [(0, 1 << 70)]):
+        with pytest.raises(aiohixl.RegionError, match="outside"):
+            await target.revoke(spans=outside)
+    with pytest.raises(aiohixl.RegionError, match="is not a span of"):
+        await target.revoke(spans=[other[0:10]])
+    await ground.still_good()
+
+
+async def test_one_memory_for_two_parts_is_read_only(ground: Ground) -> None:
+    a, (x, y) = ground.a, kv_layers()
+    for layers, first, second in (
+        ([(x, x)], "layer 0 part 'k'", "layer 0 part 'v'"),
+        ([x, y, x], "layer 0 part 'kv'", "layer 2 part 'kv'"),
+        ([y, x[:], x.view()], "layer 1 part 'kv'", "layer 2 part 'kv'"),
+    ):
+        for access in ("w", "rw"):
+            with pytest.raises(aiohixl.ConfigError, match=f"{first} and {second} are the same memory"):
+                a.register_kv(layers, "twice", access=access)
+    a.register_kv([(x, x)], "twice", access="r")
+    both = np.zeros((8, 2, 4, 2), np.float32)
+    a.register_kv([(both[:, 0], both[:, 1])], "interleaved")
+    await ground.still_good()
+
+
+async def test_messages_name_what_has_no_name(ground: Ground) -> None:
+    a = ground.a
+    with pytest.raises(aiohixl.RegionError, match=r"^the buffer \(uint8, shape \(4,\)\) is read-only memory"):
+        a.register(b"1234")
+    with pytest.raises(aiohixl.RegionError, match=r"^the buffer \(float64, shape \(8, 4\)\) is not contiguous"):
+        a.register(np.zeros((8, 8))[:, :4])
+    cache = a.register_kv(kv_layers(), "kv")
+    for again in (lambda: a.register_kv(kv_layers(), "kv"), lambda: a.allocate(8, "kv")):
+        with pytest.raises(aiohixl.RegionError, match="'kv' is registered already: a KV cache of that name"):
+            again()
+    await cache.deregister()
+    a.allocate(8, "kv")
+    with pytest.raises(aiohixl.RegionError, match="'kv' is registered already: <Region 'kv' 8 bytes>"):
+        a.allocate(8, "kv")
+
+
+async def test_a_refusal_says_who_refused(start: Start) -> None:
+    a, b = await start("a", secret="one"), await start("b", secret="two")
+    for engine, why, status in ((b, "secrets differ", "AUTH"), (a, "this engine itself", "MISMATCH")):
+        for address in engine.address.split(","):
+            with pytest.raises(aiohixl.PeerMismatchError) as refused:
+                await a.connect(address)
+            assert str(refused.value).startswith(f"connect to {address!r} at {address}: ")
+            assert why in str(refused.value)
+            assert refused.value.native_status == status  # type: ignore[attr-defined]
+            assert isinstance(refused.value.native_errno, int)  # type: ignore[attr-defined]
+
+
+async def test_no_private_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(aiohixl.ConfigError, match="remove it, or set XDG_RUNTIME_DIR or TMPDIR") as refused:
+        await aiohixl.Engine("x").start()
+    assert str(refused.value).count("/tmp/aiohixl-") == 1

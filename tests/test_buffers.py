@@ -399,3 +399,20 @@ def test_no_framework_is_imported() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_array_interface_of_the_instance() -> None:
+    class Plain:
+        pass
+
+    class Everything:
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+    a = np.arange(6, dtype=np.int16).reshape(2, 3)
+    exporter: Any = Plain()
+    exporter.array, exporter.__array_interface__ = a, a.__array_interface__
+    info = inspect_buffer(exporter)
+    assert (info.addr, info.shape, info.dtype, info.readonly) == (a.ctypes.data, (2, 3), "int16", False)
+    with pytest.raises(RegionError, match="not a buffer"):
+        inspect_buffer(Everything())

@@ -22,6 +22,7 @@ import pytest
 
 import aiohixl
 from aiohixl import cli, doctor
+from aiohixl.config import TRANSPORTS
 from aiohixl.demo import needs
 from aiohixl.doctor import trials
 
@@ -88,7 +89,8 @@ def test_version() -> None:
         (["demo", "--tokens", "0"], "from 1 to 4096"),
         (["demo", "--tokens", "many"], "many"),
         (["rendezvous", "--port", "65536"], "65536"),
-        (["rendezvous", "--port", "http"], "http"),
+        (["rendezvous", "--port", "http"], "'http' is not a port: 0 to 65535, 0 for any free one"),
+        (["rendezvous", "--port", "-1"], "'-1' is not a port"),
         (["rendezvous", "--token", "a", "--token-file", "b"], "--token-file"),
     ],
 )
@@ -109,6 +111,8 @@ def test_doctor_json() -> None:
     for provider in found["providers"]:
         assert provider["reason"]
         assert provider["usable"] or provider["remedy"]
+        if TRANSPORTS[provider["name"]]:
+            assert provider["reason"] == TRANSPORTS[provider["name"]]
     assert done.returncode == (0 if any(provider["usable"] for provider in found["providers"]) else 1)
     names = {check["name"] for check in found["kernel"]}
     assert {"memlock", "ptrace scope", "memfd with seals", "cores", "page size", "pidfd"} <= names

@@ -31,8 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     # One direction: engine -> peer -> transfer -> completion -> _core, and region beside them.
     "completion": {"_core"},
     "transfer": {"completion"},
-    "scope": {"transfer"},
-    "stream": {"completion", "transfer"},
+    "gate": {"completion"},
+    "scope": {"gate", "transfer"},
+    "stream": {"gate", "transfer"},
     "notes": set(),
     "events": {"notes"},
     "address": {"config"},
@@ -64,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # On top; nobody below imports these.
     "testing": {"aiohixl", "_core", "config", "engine", "peer", "region", "transfer"},
-    "doctor": {"aiohixl", "_core"},
+    "doctor": {"aiohixl", "_core", "config"},
     "demo": {"aiohixl", "doctor"},
     "cli": {"aiohixl", "_core", "demo", "doctor", "rendezvous", "testing"},
 }
@@ -112,6 +113,7 @@ ASYNCIO = TOP | {
     "connector",
     "offloop",
     "announced",
+    "gate",
 }
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohixl import __version__
+from aiohixl.config import TRANSPORTS
 from aiohixl.doctor import trials
 
 __all__ = ["Check", "Provider", "examine", "machine", "render"]
@@ -69,7 +70,8 @@ def _providers() -> list[Provider]:
     for name, remedy in _REMEDIES.items():
         entry = by_name.get(name)
         if entry is None:
-            answer.append(Provider(name, False, "not part of this build", "a version of aiohixl that has it"))
+            reason = TRANSPORTS[name] or "not part of this build"
+            answer.append(Provider(name, False, reason, "a version of aiohixl that has it"))
             continue
         usable, reason = bool(entry["usable"]), str(entry["reason"])
         if usable and name == "shm" and not (trial := trials.memfd()).ok:
