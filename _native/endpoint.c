@@ -39,7 +39,7 @@ void hx_endpoint_unref(hx_endpoint_t *ep)
             hx_rregion_unref(r);
         }
     free(ep->table);
-    if (!ep->engine->forked) { /* in a child they were never mapped, and their place may be taken */
+    if (!hx_in_child(ep->engine)) { /* in a child they were never mapped, and their place may be taken */
         hx_page_unmap(ep->mine);
         hx_page_unmap(ep->theirs);
     }

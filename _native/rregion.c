@@ -235,7 +235,7 @@ void hx_rregion_unref(hx_rregion_t *r)
     if (!r || atomic_fetch_sub(&r->refs, 1) != 1)
         return;
     /* In a forked child it was never mapped, and its place may be taken. */
-    if (!r->engine->forked && atomic_load(&r->map_state) == HX_MAP_MAPPED) {
+    if (!hx_in_child(r->engine) && atomic_load(&r->map_state) == HX_MAP_MAPPED) {
         munmap(r->map, r->map_len);
         atomic_fetch_sub(&r->engine->mappings, 1);
     }

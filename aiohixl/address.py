@@ -83,9 +83,11 @@ class SocketFile:
 
     def forget(self) -> None:
         """Drop the lock's descriptor only: in a forked child the files are the parent's."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        # Forgotten first, closed second: closing lets other threads run, and the child of a fork that comes in between
+        # would close whatever had got the number meanwhile.
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
 
 def _private_directory() -> Path:

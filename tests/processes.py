@@ -119,6 +119,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 def forked(run: Callable[[], Any]) -> Any:
     """What `run` answers in a forked child of this process (JSON); its traceback is this one's failure."""
     out, into = os.pipe()
+    ended = 0
     pid = os.fork()
     if not pid:
         status = 1
@@ -146,9 +147,9 @@ def forked(run: Callable[[], Any]) -> Any:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        _, ended = os.waitpid(pid, 0)
         os.close(out)
-    assert text, "the forked child died without an answer"
+    assert text, f"the forked child died without an answer: wait status {ended:#x}"
     message = json.loads(text)
     assert "failed" not in message, f"in the forked child:\n{message['failed']}"
     return message["answer"]
