@@ -169,8 +169,6 @@ static void run_command(hx_engine_t *engine, hx_command_t *cmd)
     hx_endpoint_t *ep = cmd->ep;
     bool linked = ep && ep->link && !ep->link->dead;
     switch (cmd->kind) {
-    case HX_CMD_WAKE:
-        break;
     case HX_CMD_CONNECT:
         hx_link_connect(engine, cmd);
         break;

@@ -305,9 +305,8 @@ struct hx_endpoint {
     int vm_errno;
     uint64_t vm_addr; /* where the peer's nonce stands in its memory */
     uint8_t vm_nonce[HX_NONCE_LEN];
-    hx_page_t *mine;   /* our slots; the peer moves its revoke_seq */
-    hx_page_t *theirs; /* the peer's slots; we move its revoke_seq */
-    int mine_fd;
+    hx_page_t *mine;     /* our slots; the peer moves its revoke_seq */
+    hx_page_t *theirs;   /* the peer's slots; we move its revoke_seq */
     uint64_t revoke_seq; /* control thread only */
     hx_revoked_set_t revoked;
     _Atomic uint32_t inline_slots; /* bit set: taken */
@@ -334,6 +333,7 @@ struct hx_endpoint {
 hx_endpoint_t *hx_endpoint_new(hx_engine_t *engine);
 bool hx_endpoint_push_note(hx_endpoint_t *ep, hx_note_t *note); /* false: lost */
 hx_note_t *hx_note_new(const char *topic, size_t topic_len, const void *payload, size_t len);
+bool hx_endpoint_process_gone(const hx_endpoint_t *ep); /* as its pidfd says, where there is one */
 /* Does process_vm_readv with the peer's pid read the peer's nonce where it says that it stands? In another pid namespace
  * the number is somebody else's or nobody's; it can be used again after the peer; the peer can exec another program; Yama,
  * uid and capabilities decide the rest. 0, or the errno. */
@@ -344,7 +344,6 @@ void hx_endpoint_lose(hx_endpoint_t *ep, hx_status_t status, const char *text); 
 /* ---- commands to the control thread (control.c) ---- */
 
 typedef enum {
-    HX_CMD_WAKE,
     HX_CMD_CONNECT,
     HX_CMD_ANNOUNCE,
     HX_CMD_REVOKE,

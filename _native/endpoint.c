@@ -2,6 +2,7 @@
 /* Our side of one peer: its state, its announced regions, the notes on their way to it, and its loss. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
@@ -48,6 +49,12 @@ void hx_endpoint_unref(hx_endpoint_t *ep)
     pthread_mutex_destroy(&ep->note_mu);
     hx_revoked_free(&ep->revoked);
     free(ep);
+}
+
+bool hx_endpoint_process_gone(const hx_endpoint_t *ep)
+{
+    struct pollfd pfd = {.fd = ep->pidfd, .events = POLLIN};
+    return ep->pidfd >= 0 && poll(&pfd, 1, 0) > 0;
 }
 
 int hx_endpoint_prove_vm(const hx_endpoint_t *ep)

@@ -2,7 +2,6 @@
 /* Is everybody still there, and does everything still move? Run by the control thread's tick, and by its every round for
  * what must not wait for a tick. */
 #define _GNU_SOURCE
-#include <poll.h>
 #include <stdio.h>
 #include <sys/epoll.h>
 #include <unistd.h>
@@ -88,10 +87,9 @@ void hx_live_check_peer(hx_endpoint_t *ep, uint64_t now)
 /* Lost endpoints stay until nothing that their process had started can still touch our memory. */
 static bool can_forget(const hx_endpoint_t *ep)
 {
-    struct pollfd pfd = {.fd = ep->pidfd, .events = POLLIN};
     if (atomic_load(&ep->state) != HX_EP_LOST || atomic_load(&ep->inflight))
         return false;
-    return !ep->theirs || !hx_page_busy(ep->theirs) || (ep->pidfd >= 0 && poll(&pfd, 1, 0) > 0);
+    return !ep->theirs || !hx_page_busy(ep->theirs) || hx_endpoint_process_gone(ep);
 }
 
 /* Handles to it may live on; its descriptor does not wait for them. Nothing is in flight, so nobody looks at it. */

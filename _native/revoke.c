@@ -6,7 +6,6 @@
  * copying, and as HX_ERR_PINNED after cancel_grace when it stands still in mid-copy. A pinned span is watched on, and a
  * second answer says when it is free. A peer whose process has ended touches nothing: its address space is gone. */
 #define _GNU_SOURCE
-#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,12 +25,6 @@ struct hx_revoke {
 static bool concerns(const hx_endpoint_t *ep, bool one_peer, const uint8_t *incarnation)
 {
     return !one_peer || !memcmp(ep->incarnation, incarnation, HX_INCARNATION_LEN);
-}
-
-static bool process_gone(const hx_endpoint_t *ep)
-{
-    struct pollfd pfd = {.fd = ep->pidfd, .events = POLLIN};
-    return ep->pidfd >= 0 && poll(&pfd, 1, 0) > 0;
 }
 
 static void send_spans(hx_endpoint_t *ep, hx_frame_type_t type, uint64_t region, const uint64_t *spans, size_t n)
@@ -113,7 +106,7 @@ static uint64_t pinned(hx_engine_t *engine, const hx_revoke_t *rv, uint64_t *hel
     *nheld_p = 0;
     for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next) {
         if (!ep->theirs || !concerns(ep, rv->one_peer, rv->incarnation) || !hx_page_busy(ep->theirs) ||
-            process_gone(ep))
+            hx_endpoint_process_gone(ep))
             continue;
         for (size_t i = 0; i < rv->n; i++) {
             uint64_t off = rv->spans[2 * i], end = off + rv->spans[2 * i + 1];

@@ -45,7 +45,6 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         "_error",
         "_handle",
         "_observed",
-        "_on_done",
         "_origin",
         "_queue",
         "_quiescers",
@@ -70,7 +69,6 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         self._waiters: list[asyncio.Future[None]] | None = None
         self._quiescers: list[asyncio.Future[None]] | None = None
         self._drivers: dict[asyncio.Task[Any] | None, Generator[Any, Any, Transfer]] | None = None
-        self._on_done: Callable[[Transfer], None] | None = None
         self.keep = keep  # the memory, while the native side may touch it
         self.kind = kind
         #: Bytes that the transfer moves; once it has failed, those that had landed.
@@ -140,9 +138,6 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         if self._waiters is not None:
             wake(self._waiters)
             self._waiters = None
-        if self._on_done is not None:
-            self._on_done(self)
-            self._on_done = None
 
     def _make_error(self, name: str, sys_errno: int, index: int) -> HixlError:
         text = f"{self._origin.describe(self)}: {REASONS.get(name, name.lower())}"
