@@ -5,7 +5,13 @@ PYTHON ?= python3
 ifeq ($(origin CC),default)
 CC := gcc
 endif
+ifeq ($(origin CXX),default)
+CXX := g++
+endif
+# Without a C++ compiler everything is there but the binding of HIXL and its stand-in.
+HAVE_CXX := $(shell command -v $(CXX))
 DEMO_ARGS ?=
+TRANSPORT ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
@@ -20,13 +26,14 @@ REQ := requirements
 .PHONY: help demo test check format native bench build dist clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-# The synthetic cache needs neither torch nor a model.
-demo: build $(if $(findstring --synthetic,$(DEMO_ARGS)),,$(VENV)/.demo) ## a real model's KV cache moves between processes (DEMO_ARGS="--json", "--synthetic", ...)
-	$(BIN)/aiohixl demo $(DEMO_ARGS)
+# The synthetic cache needs neither torch nor a model. Without CANN, which sets ASCEND_HOME_PATH, HIXL is the stand-in.
+DEMO_STANDIN := $(if $(filter hixl,$(TRANSPORT)),$(if $(ASCEND_HOME_PATH),,yes))
+demo: build $(if $(findstring --synthetic,$(DEMO_ARGS)),,$(VENV)/.demo) $(if $(DEMO_STANDIN),hixl-standin) ## a real model's KV cache moves between processes (TRANSPORT=hixl, DEMO_ARGS="--json", "--synthetic", ...)
+	$(if $(DEMO_STANDIN),ASCEND_HOME_PATH=$(STANDIN_OUT) )$(BIN)/aiohixl demo $(if $(TRANSPORT),--transport $(TRANSPORT)) $(DEMO_ARGS)
 
-test: build $(VENV)/.test ## the tests (PYTEST_ARGS="-k name")
+test: build $(VENV)/.test $(if $(HAVE_CXX),hixl-standin) ## the tests (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: build $(VENV)/.check ## lint, types, formatting
@@ -42,7 +49,7 @@ format: $(VENV)/.check ## rewrite the sources in the form that check wants
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(C_FILES)
 
-bench: build $(VENV)/.test ## the benchmarks (BENCH_ARGS)
+bench: build $(VENV)/.test $(if $(HAVE_CXX),hixl-standin) ## the benchmarks (BENCH_ARGS)
 	$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
 
 # distutils looks at the files' times itself, so this takes a second when nothing changed.
@@ -110,10 +117,12 @@ $(VENV)/.editable: pyproject.toml setup.py setup.cfg $(VENV)/.base
 
 # The C tests: each tests/native/test_*.c is a program, linked with the whole core, under both sanitizers.
 
+include tests/hixl_standin/standin.mk
+
 CORE := $(sort $(filter-out _native/_core.c,$(wildcard _native/*.c)))
 HEADERS := $(wildcard _native/*.h tests/native/*.h)
 NATIVE_TESTS := $(sort $(wildcard tests/native/test_*.c))
-C_FILES := $(CORE) $(NATIVE_TESTS) $(HEADERS)
+C_FILES := $(CORE) $(NATIVE_TESTS) $(HEADERS) $(wildcard _native/*.cc tests/hixl_standin/*.cc tests/hixl_standin/*.h)
 SANITIZERS := address,undefined thread
 NATIVE_PROGRAMS := $(foreach s,$(SANITIZERS),$(NATIVE_TESTS:tests/native/%.c=build/native/$s/%))
 NATIVE_CFLAGS := -std=gnu11 -O1 -g -Wall -Wextra -Werror -pthread -fno-omit-frame-pointer -I_native
@@ -122,10 +131,19 @@ export TSAN_OPTIONS ?= halt_on_error=1
 # Both sanitizers' shadow memory can collide with a kernel's wide address randomisation.
 FIXED_LAYOUT := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-native: $(NATIVE_PROGRAMS) ## the C tests under ASan and UBSan, and again under TSan
-	@passed=0; failed=0; for program in $^; do \
+NATIVE_BINDING := build/native/provider_hixl.so
+$(NATIVE_BINDING): _native/provider_hixl.cc _native/hixl.h Makefile
+	@mkdir -p $(@D)
+	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -Werror -fPIC -fvisibility=hidden -shared -I_native $< -o $@
+
+NATIVE_STANDINS := $(foreach s,asan tsan,$(STANDIN_LIBS:%=$(STANDIN_OUT)/$s/lib64/%))
+
+# Each sanitizer's programs load the stand-in that was built with it.
+native: $(NATIVE_PROGRAMS) $(NATIVE_BINDING) $(NATIVE_STANDINS) ## the C tests under ASan and UBSan, and again under TSan
+	@passed=0; failed=0; for program in $(NATIVE_PROGRAMS); do \
 		echo "$$program"; \
-		if $(FIXED_LAYOUT) ./$$program; then passed=$$((passed + 1)); else failed=$$((failed + 1)); fi; \
+		case $$program in */thread/*) home=tsan;; *) home=asan;; esac; \
+		if HIXL_STANDIN_LIB=$(STANDIN_OUT)/$$home/lib64 $(FIXED_LAYOUT) ./$$program; then passed=$$((passed + 1)); else failed=$$((failed + 1)); fi; \
 	done; \
 	echo "native: $$passed passed, $$failed failed"; test $$failed -eq 0 -a $$passed -gt 0
 
@@ -135,6 +153,6 @@ build/native/$1/core/%.o: _native/%.c $$(HEADERS) Makefile
 	$$(CC) $$(NATIVE_CFLAGS) -fsanitize=$1 -c $$< -o $$@
 build/native/$1/%: tests/native/%.c $$(CORE:_native/%.c=build/native/$1/core/%.o) $$(HEADERS) Makefile
 	@mkdir -p $$(@D)
-	$$(CC) $$(NATIVE_CFLAGS) -fsanitize=$1 $$< $$(filter %.o,$$^) -o $$@
+	$$(CC) $$(NATIVE_CFLAGS) -fsanitize=$1 $$< $$(filter %.o,$$^) -ldl -o $$@
 endef
 $(foreach s,$(SANITIZERS),$(eval $(call SANITIZED,$s)))

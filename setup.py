@@ -23,14 +23,29 @@ class BuildExt(build_ext):
     """Builds again when the flags changed, not only when a file did."""
 
     def build_extension(self, ext: Extension) -> None:
-        used = Path(self.build_temp, "flags")
+        used = Path(self.build_temp, f"flags.{ext.name}")
         flags = " ".join(ext.extra_compile_args)
         self.force = self.force or not used.exists() or used.read_text() != flags
         super().build_extension(ext)
         used.write_text(flags)
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """The binding of HIXL is opened by the core, not imported: no Python's name or version in it."""
+        if fullname.rpartition(".")[2] == "_provider_hixl":
+            return os.path.join(*fullname.split(".")) + ".so"
+        return super().get_ext_filename(fullname)
+
 
 sources = sorted({"_native/_core.pyx", *glob("_native/*.c")} - {"_native/_core.c"})
 depends = sorted([*glob("_native/*.h"), *glob("_native/*.pxd")])
 core = Extension("aiohixl._core", sources, depends=depends, extra_compile_args=CFLAGS, extra_link_args=LDFLAGS)
-setup(ext_modules=[core], cmdclass={"build_ext": BuildExt})
+binding = Extension(
+    "aiohixl._provider_hixl",
+    ["_native/provider_hixl.cc"],
+    depends=["_native/hixl.h"],
+    language="c++",
+    extra_compile_args=["-std=c++17", *CFLAGS[1:]],
+    extra_link_args=LDFLAGS,
+    optional="-Werror" not in CFLAGS,  # without a C++ compiler all other transports work
+)
+setup(ext_modules=[core, binding], cmdclass={"build_ext": BuildExt})

@@ -23,6 +23,7 @@ ACCESS_WRITE = hx.HX_ACCESS_WRITE
 KIND_MEMFD = hx.HX_KIND_MEMFD
 KIND_FOREIGN = hx.HX_KIND_FOREIGN
 KIND_LAYOUT = hx.HX_KIND_LAYOUT
+KIND_DEVICE = hx.HX_KIND_DEVICE
 EV_PEER_UP = hx.HX_EV_PEER_UP
 EV_PEER_READY = hx.HX_EV_PEER_READY
 EV_PEER_LOST = hx.HX_EV_PEER_LOST
@@ -33,6 +34,11 @@ EV_NOTE = hx.HX_EV_NOTE
 EV_REGION_READY = hx.HX_EV_REGION_READY
 EV_DONE = hx.HX_EV_DONE
 EV_REFUSED = hx.HX_EV_REFUSED
+EV_COPIED = hx.HX_EV_COPIED
+EV_NOTIFY = hx.HX_EV_NOTIFY
+EV_WARNING = hx.HX_EV_WARNING
+TRANSPORT_SHM = hx.HX_TRANSPORT_SHM
+TRANSPORT_HIXL = hx.HX_TRANSPORT_HIXL
 FAULT_ACTIONS = {
     "delay": hx.HX_FAULT_DELAY,
     "fail": hx.HX_FAULT_FAIL,
@@ -78,7 +84,7 @@ def statuses():
 
 def providers():
     """The providers of this build: name, usable, and a line that says why or why not."""
-    cdef char text[256]
+    cdef char text[hx.HX_TEXT_MAX]
     cdef hx.hx_status_t status
     out = []
     for i in range(hx.hx_provider_count()):
@@ -89,6 +95,20 @@ def providers():
     return out
 
 
+def hixl_probe(bytes binding not None, bytes library=None):
+    """(whether HIXL's library can be loaded, versions and places or what is missing)."""
+    cdef char text[hx.HX_TEXT_MAX]
+    cdef const char *where = binding
+    cdef const char *wanted = NULL
+    cdef hx.hx_status_t status
+    if library is not None:
+        wanted = library
+    text[0] = 0
+    with nogil:
+        status = hx.hx_hixl_probe(where, wanted, text)
+    return status == hx.HX_OK, text.decode("utf-8", "replace")
+
+
 @cython.final
 cdef class Engine:
     cdef hx.hx_engine_t *engine
@@ -96,9 +116,12 @@ cdef class Engine:
     cdef object __weakref__
 
     def __cinit__(self, bytes name not None, bytes incarnation not None, *, bytes secret=None, bytes unix_path=None,
-                  bytes tcp_host=None, uint16_t tcp_port=0, dict options=None, list faults=None):
+                  bytes tcp_host=None, uint16_t tcp_port=0, dict options=None, list faults=None,
+                  uint32_t transports=hx.HX_TRANSPORT_SHM, dict hixl=None):
         cdef hx.hx_config_t config
-        cdef char text[256]
+        cdef hx.hx_hixl_config_t library
+        cdef const char **words = NULL
+        cdef char text[hx.HX_TEXT_MAX]
         cdef hx.hx_status_t status
         cdef hx.hx_fault_t *rules = NULL
         if len(incarnation) != hx.HX_INCARNATION_LEN:
@@ -114,6 +137,7 @@ cdef class Engine:
         if tcp_host is not None:
             config.tcp_host = tcp_host
             config.tcp_port = tcp_port
+        config.transports = transports
         for key, value in (options or {}).items():
             if key == "copy_threads":
                 config.copy_threads = value
@@ -137,21 +161,27 @@ cdef class Engine:
                 config.cancel_grace_ns = value
             else:
                 raise KeyError(key)
-        if faults:
-            rules = <hx.hx_fault_t *>calloc(len(faults), sizeof(hx.hx_fault_t))
-            if not rules:
-                raise MemoryError
-            for i, (nth, action, fault_status, delay_ns) in enumerate(faults):
-                rules[i].nth = nth
-                rules[i].action = action
-                rules[i].status = fault_status
-                rules[i].delay_ns = delay_ns
-            config.faults = rules
-            config.nfaults = len(faults)
-        text[0] = 0
-        with nogil:
-            status = hx.hx_engine_open(&config, &self.engine, text)
-        free(rules)
+        try:
+            if faults:
+                rules = <hx.hx_fault_t *>calloc(len(faults), sizeof(hx.hx_fault_t))
+                if not rules:
+                    raise MemoryError
+                for i, (nth, action, fault_status, delay_ns) in enumerate(faults):
+                    rules[i].nth = nth
+                    rules[i].action = action
+                    rules[i].status = fault_status
+                    rules[i].delay_ns = delay_ns
+                config.faults = rules
+                config.nfaults = len(faults)
+            if hixl is not None:
+                words = fill_hixl(&library, hixl)
+                config.hixl = &library
+            text[0] = 0
+            with nogil:
+                status = hx.hx_engine_open(&config, &self.engine, text)
+        finally:
+            free(rules)
+            free(words)
         if status != hx.HX_OK:
             raise StatusError(<int>status, errno, NO_INDEX, text.decode("utf-8", "replace"))
 
@@ -178,7 +208,8 @@ cdef class Engine:
         cdef list out = []
         for i in range(n):
             c = &self.records[i]
-            out.append((c.token, c.status, c.sys_errno, c.nbytes, c.elapsed_ns, c.index, c.quiesced))
+            out.append((c.token, c.status, c.sys_errno, c.nbytes, c.elapsed_ns, c.index, c.quiesced, c.code,
+                        None if c.detail == NULL else take_text(&c.detail)))
         return out, bool(more)
 
     def next_event(self):
@@ -216,6 +247,29 @@ cdef class Engine:
             target.incarnation = <const uint8_t *>PyBytes_AS_STRING(incarnation)
         check(hx.hx_connect(self.engine, &target))
 
+    def connect_raw(self, uint64_t token, bytes address not None, list regions not None):
+        """`regions`: (name, address, length, whether it is an NPU's). The same events answer as for `connect`."""
+        cdef size_t i, n = len(regions)
+        cdef hx.hx_raw_region_t *raw = <hx.hx_raw_region_t *>calloc(n + 1, sizeof(hx.hx_raw_region_t))
+        cdef bytes name
+        cdef bint device
+        if not raw:
+            raise MemoryError
+        try:
+            for i in range(n):
+                name, addr, nbytes, device = regions[i]
+                raw[i].name = PyBytes_AS_STRING(name)
+                raw[i].addr = addr
+                raw[i].nbytes = nbytes
+                raw[i].device = device
+            check(hx.hx_connect_raw(self.engine, PyBytes_AS_STRING(address), raw, n, token))
+        finally:
+            free(raw)
+
+    def expect_notifies(self, int change):
+        """Count those who wait for HIXL's own notifications: they are fetched for them only."""
+        hx.hx_engine_expect_notifies(self.engine, change)
+
     def supersede(self, bytes name not None, uint64_t epoch):
         check(hx.hx_supersede(self.engine, name, epoch))
 
@@ -251,6 +305,48 @@ cdef class Engine:
         hx.hx_engine_forked(self.engine)
 
 
+# What `hixl` has under the names of hx_hixl_config_t. Its bytes must outlive the use of `library`, and so must the array
+# that is answered.
+cdef const char **fill_hixl(hx.hx_hixl_config_t *library, dict hixl) except NULL:
+    cdef list options = hixl["options"]
+    cdef size_t i, n = len(options)
+    cdef bytes key, value, text
+    cdef const char **words = <const char **>calloc(2 * n + 1, sizeof(char *))
+    if not words:
+        raise MemoryError
+    try:
+        memset(library, 0, sizeof(hx.hx_hixl_config_t))
+        text = hixl["binding"]
+        library.binding = PyBytes_AS_STRING(text)
+        if hixl["library"] is not None:
+            text = hixl["library"]
+            library.library = PyBytes_AS_STRING(text)
+        text = hixl["local"]
+        library.local = PyBytes_AS_STRING(text)
+        text = hixl["link"]
+        library.link = PyBytes_AS_STRING(text)
+        library.device = hixl["device"]
+        library.busy_poll_ns = hixl["busy_poll_ns"]
+        for i in range(n):
+            key, value = options[i]
+            words[i] = PyBytes_AS_STRING(key)
+            words[n + i] = PyBytes_AS_STRING(value)
+        library.keys = words
+        library.values = words + n
+        library.noptions = n
+    except BaseException:
+        free(words)
+        raise
+    return words
+
+
+cdef str take_text(char **text_p):
+    text = text_p[0].decode("utf-8", "replace")
+    free(text_p[0])
+    text_p[0] = NULL
+    return text
+
+
 @cython.no_gc_clear
 cdef class Region:
     """Registered local memory; exports it by the buffer protocol. `owner` is kept as long as the region is."""
@@ -261,12 +357,14 @@ cdef class Region:
     cdef public bint readonly  # its memory cannot be written: exported as such
 
     def __cinit__(self, Engine engine not None, uint64_t nbytes, uint32_t access, uint64_t addr=0, object owner=None,
-                  Region parent=None, uint64_t offset=0, bint layout=False):
+                  Region parent=None, uint64_t offset=0, bint layout=False, bint device=False):
         cdef hx.hx_status_t status
         if parent is not None:
             status = hx.hx_region_view(parent.region, offset, nbytes, access, &self.region)
         elif layout:
             status = hx.hx_region_layout(engine.engine, &self.region)
+        elif device:
+            status = hx.hx_region_device(engine.engine, addr, nbytes, access, &self.region)
         elif addr:
             status = hx.hx_region_register(engine.engine, <void *><uintptr_t>addr, nbytes, access, &self.region)
         else:
@@ -280,6 +378,8 @@ cdef class Region:
         hx.hx_region_unref(self.region)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
+        if hx.hx_region_kind(self.region) == hx.HX_KIND_DEVICE:
+            raise BufferError("the CPU cannot read an NPU's memory: use upload(), download() or download_into()")
         PyBuffer_FillInfo(buffer, self, hx.hx_region_addr(self.region), hx.hx_region_nbytes(self.region),
                           self.readonly, flags)
 
@@ -294,6 +394,18 @@ cdef class Region:
     @property
     def id(self):
         return hx.hx_region_id(self.region)
+
+    @property
+    def kind(self):
+        return hx.hx_region_kind(self.region)
+
+    @property
+    def is_ready(self):
+        return bool(hx.hx_region_is_ready(self.region))
+
+    def _copy(self, uint64_t token, uint64_t offset, uintptr_t addr, uint64_t nbytes, bint upload):
+        """Between a device region and host memory, which must stay until EV_COPIED answers."""
+        check(hx.hx_region_copy(self.region, offset, <void *>addr, nbytes, upload, token))
 
     def _announce(self, bytes name not None, bytes blob not None):
         check(hx.hx_region_announce(self.region, PyBytes_AS_STRING(name), len(name), PyBytes_AS_STRING(blob),
@@ -415,12 +527,21 @@ cdef class Endpoint:
 
     def route(self, Region local not None, RemoteRegion remote not None):
         """(provider, why), or (None, why not)."""
-        cdef char text[256]
+        cdef char text[hx.HX_TEXT_MAX]
         cdef const char *provider = NULL
         text[0] = 0
         status = hx.hx_endpoint_route(self.ep, local.region, remote.rregion, &provider, text)
         reason = text.decode("utf-8", "replace")
         return (provider.decode() if status == hx.HX_OK else None), reason
+
+    @property
+    def link(self):
+        """Of its path by hixl; empty where it has none."""
+        return hx.hx_endpoint_link(self.ep).decode("ascii", "replace")
+
+    @property
+    def is_raw(self):
+        return bool(hx.hx_endpoint_is_raw(self.ep))
 
     def expect(self, int change):
         """Count those who wait for an announcement: heartbeats run for them."""
@@ -433,7 +554,8 @@ cdef class Endpoint:
         check(hx.hx_endpoint_credit(self.ep, notes))
 
     def post_one(self, uint32_t kind, uint64_t token, Region local not None, uint64_t local_off,
-                 RemoteRegion remote not None, uint64_t rkey, uint64_t remote_off, uint64_t nbytes):
+                 RemoteRegion remote not None, uint64_t rkey, uint64_t remote_off, uint64_t nbytes,
+                 uintptr_t after=0):
         """One row, no note. Answers a handle, or -1 - nanoseconds when it completed inside the call."""
         cdef hx.hx_segment_t seg
         cdef hx.hx_post_t post
@@ -454,6 +576,7 @@ cdef class Endpoint:
         post.epoch = hx.HX_EPOCH_NOW
         post.segments = &seg
         post.nsegments = 1
+        post.after = <void *>after
         # Bounded: the checks and at most inline_limit bytes of copy. Releasing the GIL would cost more.
         status = hx.hx_post(self.ep, &post, &handle, &index, &done)
         if status != hx.HX_OK:
@@ -461,7 +584,7 @@ cdef class Endpoint:
         return -1 - <int64_t>handle if done else handle
 
     def post(self, uint32_t kind, uint64_t token, list segments not None, *, uint64_t epoch=hx.HX_EPOCH_NOW,
-             bytes note=None, bytes topic=b"", bint aborted=False):
+             bytes note=None, bytes topic=b"", bint aborted=False, uintptr_t after=0):
         """Rows grouped by pair of regions: (local, remote, rkey, local offsets, remote offsets, length or lengths)."""
         cdef hx.hx_segment_t *segs
         cdef hx.hx_post_t post
@@ -507,6 +630,7 @@ cdef class Endpoint:
             post.epoch = epoch
             post.segments = segs
             post.nsegments = n
+            post.after = <void *>after
             post.aborted = aborted
             post.topic = PyBytes_AS_STRING(topic)
             post.topic_len = len(topic)

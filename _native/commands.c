@@ -27,6 +27,7 @@ static void free_command(hx_command_t *cmd)
     hx_region_unref(cmd->region);
     hx_endpoint_unref(cmd->ep);
     hx_rregion_unref(cmd->rregion);
+    free(cmd->text);
     free(cmd);
 }
 
@@ -196,9 +197,18 @@ static void run_command(hx_engine_t *engine, hx_command_t *cmd)
         }
         break;
     case HX_CMD_CLOSE:
+        atomic_store(&ep->closing, true); /* first: what is posted from here on finds it, or is found by the question */
         if (linked)
-            hx_link_send(ep->link, HX_F_BYE, 0, NULL, 0, -1);
+            hx_link_send(ep->link, HX_F_BYE, hx_providers_idle(ep), NULL, 0, -1);
         hx_endpoint_lose(ep, HX_ERR_ABORTED, "closed on this side");
+        break;
+    case HX_CMD_PING:
+        if (linked)
+            hx_link_send(ep->link, HX_F_PING, cmd->value, NULL, 0, -1);
+        break;
+    case HX_CMD_RAW:
+    case HX_CMD_RAW_ANSWER:
+        hx_raw_run(engine, cmd);
         break;
     case HX_CMD_SUPERSEDE:
         hx_control_epoch_ok(engine, cmd->name, cmd->value, true);

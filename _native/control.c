@@ -225,6 +225,7 @@ static void round_of_work(hx_clock_t *clock)
     for (hx_endpoint_t *ep = c->endpoints; ep; ep = ep->next) {
         hx_live_cancel_notes(ep);
         hx_frames_pump_notes(ep);
+        hx_acks_pay(ep);
     }
     uint64_t now = hx_now_ns();
     hx_revoke_poll(engine, now);
@@ -243,8 +244,9 @@ static void say_goodbye(hx_engine_t *engine)
 {
     hx_control_t *c = &engine->control;
     for (hx_endpoint_t *ep = c->endpoints; ep; ep = ep->next) {
+        atomic_store(&ep->closing, true);
         if (ep->link)
-            hx_link_send(ep->link, HX_F_BYE, 0, NULL, 0, -1);
+            hx_link_send(ep->link, HX_F_BYE, hx_providers_idle(ep), NULL, 0, -1);
         hx_endpoint_lose(ep, HX_ERR_ABORTED, "the engine was closed");
     }
     for (hx_link_t *link = c->links; link; link = link->next)
@@ -283,8 +285,9 @@ static void shut_down(hx_clock_t *clock)
     say_goodbye(engine);
     pthread_mutex_unlock(&c->fork_mu);
     wait_for_peers(clock);
-    engine->stuck_peers = hx_live_count_stuck(engine);
-    while (atomic_load(&engine->live_ops)) { /* held ones; the copy threads finish the rest */
+    hx_providers_stop(engine); /* a library's listener is gone then, and with it what peers could write through it */
+    engine->stuck_peers += hx_live_count_stuck(engine);
+    while (atomic_load(&engine->live_ops) && !engine->abandoned) { /* held ones; the copy threads finish the rest */
         hx_providers_tick(engine, hx_now_ns());
         poll(NULL, 0, 1);
     }

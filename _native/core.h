@@ -36,6 +36,8 @@ typedef struct hx_command hx_command_t;
 typedef struct hx_job hx_job_t;
 typedef struct hx_standing hx_standing_t;
 typedef struct hx_provider hx_provider_t;
+typedef struct hx_hpeer hx_hpeer_t;
+typedef struct hx_ack hx_ack_t;
 
 /* ---- operations (op.c) ---- */
 
@@ -77,6 +79,9 @@ struct hx_op {
     _Atomic uint64_t progress_ns; /* 0: not started */
     _Atomic uint64_t moved;
     _Atomic uint32_t failed; /* first status of a copy that failed */
+    _Atomic uint32_t code;   /* HX_ERR_PROVIDER: what the library answered */
+    char *detail;            /* and said; owned */
+    void *after;             /* the NPU's event to wait for */
     _Atomic uint64_t report; /* generation << 2 | hx_report_t */
     int32_t sys_errno;
     uint64_t token, epoch, nbytes, posted_ns, done_ns, bad_index;
@@ -96,10 +101,11 @@ struct hx_op {
     uint64_t cursor_off;
     hx_batch_t retry[HX_MAX_WORKERS]; /* batches given back because a revocation was on its way */
     uint32_t nretry, running;
-    bool prepared, queued, blocked;
+    bool prepared, checked, queued, blocked; /* checked: by hixl_peer.c, for overlap */
     bool again; /* gave a batch back when `kicks` was again_kicks: not before the next kick */
     uint32_t again_kicks;
-    uint64_t hold_until_ns; /* provider_fault.c */
+    uint32_t requests, again_requests; /* hixl_*.c: with the library, and to be posted again; under its lock */
+    uint64_t hold_until_ns;            /* provider_fault.c */
     uint32_t hold_action;
 };
 
@@ -117,6 +123,8 @@ void hx_op_complete(hx_op_t *op, hx_status_t status);
 void hx_op_report_early(hx_engine_t *engine, hx_op_t *op, uint32_t gen);
 void hx_op_release(hx_op_t *op); /* back to the pool, after its last record was taken */
 void hx_op_cancel_as(hx_op_t *op, uint32_t gen, hx_status_t status);
+/* The first failure of a part of it decides. `detail` may be NULL. */
+void hx_op_fail(hx_op_t *op, hx_status_t status, int sys_errno, uint32_t code, const char *detail);
 size_t hx_op_part_of(const hx_op_t *op, size_t desc);
 hx_status_t hx_op_check_overlap(hx_op_t *op);
 
@@ -139,6 +147,10 @@ typedef struct {
     uint32_t nthreads;
 } hx_sched_t;
 
+void hx_opq_push(hx_opq_t *q, hx_op_t *op);
+hx_op_t *hx_opq_pop(hx_opq_t *q);
+/* Takes the next rows of at most `nbytes` bytes off the operation. */
+hx_batch_t hx_op_claim(hx_op_t *op, uint64_t nbytes);
 hx_status_t hx_sched_start(hx_engine_t *engine);
 void hx_sched_stop(hx_engine_t *engine);
 void hx_sched_submit(hx_op_t *op);
@@ -166,6 +178,8 @@ void hx_setup_push(hx_engine_t *engine, hx_job_t *job);
 
 /* ---- regions (region.c, rregion.c) ---- */
 
+/* A region and a provider whose library must know it: PENDING until it does, LEAVING until it has forgotten it. */
+typedef enum { HX_ADOPT_NONE, HX_ADOPT_PENDING, HX_ADOPT_HELD, HX_ADOPT_LEAVING } hx_adoption_t;
 typedef enum { HX_REGION_PENDING, HX_REGION_READY, HX_REGION_FAILED, HX_REGION_CLOSING } hx_region_state_t;
 
 struct hx_region {
@@ -181,7 +195,11 @@ struct hx_region {
     int memfd;
     hx_region_t *parent; /* of a view: owns the mapping and the memfd */
     uint64_t file_off;   /* where it begins in the memfd */
+    int populated;       /* a memfd's pages: 1 there, -1 never will be; under regions_mu */
     int sys_errno;
+    _Atomic uint32_t adoption; /* hx_adoption_t */
+    _Atomic uint64_t adopted;  /* when, in the provider's count of adoptions; 0: not */
+    char *obstacle;            /* why the provider did not take it; written before `adoption` says so */
     /* written once by hx_region_announce, read by the control thread after the command that carries it */
     char *name, *blob;
     uint32_t name_len, blob_len;
@@ -192,6 +210,8 @@ struct hx_region {
 };
 
 void hx_region_ref(hx_region_t *region);
+/* It has become usable, or (`err`, `why`) never will be. */
+void hx_region_settle(hx_region_t *region, int err, const char *why);
 void hx_standing_free(hx_region_t *region);  /* standing.c */
 bool hx_region_acquire(hx_region_t *region); /* for an operation: false once it is closing */
 void hx_region_release(hx_region_t *region);
@@ -210,8 +230,11 @@ struct hx_rregion {
     _Atomic uint64_t used_ns;
     uint32_t kind, access;
     uint64_t id, rkey, nbytes, addr;
-    uint8_t *map;  /* valid while map_state is MAPPED */
-    uint8_t *base; /* the region's first byte in it */
+    char *name;      /* of a raw peer's; else NULL */
+    uint64_t direct; /* its address, for a transport whose writer names it; 0: none reaches it */
+    uint64_t seen;   /* when it was announced, in the engine's count of announcements */
+    uint8_t *map;    /* valid while map_state is MAPPED */
+    uint8_t *base;   /* the region's first byte in it */
     size_t map_len;
     int sys_errno;
 };
@@ -227,6 +250,10 @@ hx_status_t hx_rregion_map(hx_rregion_t *r, int fd); /* takes the fd */
 #define HX_SLOTS 62
 #define HX_INLINE_SLOTS 32 /* the last ones, for posting threads */
 #define HX_REVOKE_ALL UINT64_MAX
+/* The first HX_MAX_WORKERS are the copy threads'; between them and the posting threads', those of a library's poster. */
+#define HX_FIRST_LIBRARY_SLOT HX_MAX_WORKERS
+#define HX_LIBRARY_SLOTS (HX_SLOTS - HX_INLINE_SLOTS - HX_MAX_WORKERS)
+#define HX_ANY_REGION UINT64_MAX /* in a slot: more regions than there are slots */
 
 hx_page_t *hx_page_create(int *fd_p);
 hx_page_t *hx_page_import(int fd); /* takes the fd; NULL if it is not a sealed page of the right size */
@@ -268,6 +295,12 @@ bool hx_revoked_hits(hx_revoked_set_t *set, uint64_t region, uint64_t off, uint6
 
 /* ---- endpoints (endpoint.c) ---- */
 
+/* acks.c */
+typedef struct {
+    hx_ack_t *head, *tail;
+    size_t n;
+} hx_acks_t;
+
 struct hx_note {
     hx_note_t *next;
     hx_op_t *op;  /* completes when it is acknowledged; NULL: nobody waits */
@@ -303,7 +336,22 @@ struct hx_endpoint {
     pid_t pid;
     bool vm_ok; /* the nonce proof succeeded: process_vm_* reaches the peer */
     int vm_errno;
-    uint64_t vm_addr; /* where the peer's nonce stands in its memory */
+    /* A path on which the peer writes without our help or knowledge (hixl): it acknowledges each revocation when nothing
+     * of its own touches the span any more (acks.c). */
+    bool acks;
+    bool quiet;        /* lost, and it said that nothing was on its way */
+    uint64_t fence_ns; /* so long after its last sign of life, it has stopped by its own clock */
+    uint64_t lost_ns;
+    hx_acks_t unacked;            /* what it has not acknowledged; control thread only */
+    hx_acks_t owed;               /* what we have not; control thread only */
+    hx_hpeer_t *hixl;             /* set before the first remote region is known */
+    uint32_t hixl_asked;          /* the connection that it was asked for; its poster only */
+    _Atomic uint32_t hixl_proven; /* the connection whose other end is known to be this peer (hixl_peer.c) */
+    hx_endpoint_t *answer_next;   /* of a raw one that waits for the outcome of Connect */
+    _Atomic bool closing;         /* nothing more is started: its last words are being said */
+    _Atomic uint32_t posters;     /* threads inside hx_post */
+    bool raw;                     /* an engine of HIXL's own: no control link */
+    uint64_t vm_addr;             /* where the peer's nonce stands in its memory */
     uint8_t vm_nonce[HX_NONCE_LEN];
     hx_page_t *mine;     /* our slots; the peer moves its revoke_seq */
     hx_page_t *theirs;   /* the peer's slots; we move its revoke_seq */
@@ -338,6 +386,7 @@ bool hx_endpoint_process_gone(const hx_endpoint_t *ep); /* as its pidfd says, wh
  * the number is somebody else's or nobody's; it can be used again after the peer; the peer can exec another program; Yama,
  * uid and capabilities decide the rest. 0, or the errno. */
 int hx_endpoint_prove_vm(const hx_endpoint_t *ep);
+bool hx_endpoint_same_host(const hx_endpoint_t *ep); /* by its control link's address: control thread, while linked */
 hx_rregion_t *hx_endpoint_find(hx_endpoint_t *ep, uint64_t id);
 void hx_endpoint_lose(hx_endpoint_t *ep, hx_status_t status, const char *text); /* control thread */
 
@@ -353,6 +402,9 @@ typedef enum {
     HX_CMD_CREDIT,
     HX_CMD_CLOSE,
     HX_CMD_SUPERSEDE,
+    HX_CMD_PING,
+    HX_CMD_RAW,
+    HX_CMD_RAW_ANSWER,
 } hx_cmd_kind_t;
 
 struct hx_command {
@@ -370,6 +422,8 @@ struct hx_command {
     char name[HX_NAME_MAX + 1];
     char address[256];
     bool tcp;
+    hx_status_t status; /* HX_CMD_RAW_ANSWER */
+    char *text;         /* likewise; owned */
     size_t n;
     uint64_t spans[]; /* n pairs */
 };
@@ -411,7 +465,8 @@ struct hx_engine {
     uint8_t *secret;
     hx_fault_t *faults;
     _Atomic uint64_t epoch;
-    uint8_t nonce[HX_NONCE_LEN]; /* what a peer reads out of our memory to prove that it reaches us */
+    _Atomic uint64_t announcements; /* of peers' regions, so far */
+    uint8_t nonce[HX_NONCE_LEN];    /* what a peer reads out of our memory to prove that it reaches us */
     _Atomic bool stopping;
     pid_t pid; /* of the process that opened it */
     bool forked;
@@ -436,6 +491,8 @@ struct hx_engine {
     hx_control_t control;
     struct hx_known *known; /* newest epoch seen under each name; control thread only */
     void *provider_state[4];
+    uint32_t provider_open;  /* bit set: may be used */
+    bool abandoned;          /* a library's call does not return: nothing of this engine may be freed */
     pthread_mutex_t stop_mu; /* held while threads are joined */
     pthread_mutex_t fault_mu;
     hx_op_t *fault_held; /* under fault_mu */

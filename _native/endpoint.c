@@ -2,13 +2,16 @@
 /* Our side of one peer: its state, its announced regions, the notes on their way to it, and its loss. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include "link.h"
+#include "provider.h"
 #include "sha256.h"
 
 hx_endpoint_t *hx_endpoint_new(hx_engine_t *engine)
@@ -40,6 +43,9 @@ void hx_endpoint_unref(hx_endpoint_t *ep)
             hx_rregion_unref(r);
         }
     free(ep->table);
+    hx_acks_free(ep);
+    if (!hx_in_child(ep->engine))
+        hx_providers_forget(ep);
     if (!hx_in_child(ep->engine)) { /* in a child they were never mapped, and their place may be taken */
         hx_page_unmap(ep->mine);
         hx_page_unmap(ep->theirs);
@@ -65,6 +71,25 @@ int hx_endpoint_prove_vm(const hx_endpoint_t *ep)
     if (n < 0)
         return errno;
     return n == sizeof seen && hx_equal_ct(seen, ep->vm_nonce, sizeof seen) ? 0 : ESRCH;
+}
+
+bool hx_endpoint_same_host(const hx_endpoint_t *ep)
+{
+    union {
+        struct sockaddr any;
+        struct sockaddr_in v4;
+        struct sockaddr_in6 v6;
+    } a;
+    socklen_t len = sizeof a;
+    if (!ep->link || !ep->link->tcp)
+        return true;
+    if (getpeername(ep->link->fd, &a.any, &len) < 0)
+        return false;
+    if (a.any.sa_family == AF_INET)
+        return ntohl(a.v4.sin_addr.s_addr) >> 24 == 127;
+    return a.any.sa_family == AF_INET6 &&
+           (IN6_IS_ADDR_LOOPBACK(&a.v6.sin6_addr) ||
+            (IN6_IS_ADDR_V4MAPPED(&a.v6.sin6_addr) && a.v6.sin6_addr.s6_addr[12] == 127));
 }
 
 hx_rregion_t *hx_endpoint_find(hx_endpoint_t *ep, uint64_t id)
@@ -127,6 +152,10 @@ void hx_endpoint_lose(hx_endpoint_t *ep, hx_status_t status, const char *text)
     hx_engine_t *engine = ep->engine;
     if (atomic_load(&ep->state) == HX_EP_LOST)
         return;
+    if (ep->raw && atomic_load(&ep->state) == HX_EP_SHAKING) {
+        hx_raw_fail(ep, status, text);
+        return;
+    }
     atomic_store(&ep->lost_status, status);
     pthread_mutex_lock(&ep->note_mu); /* no note is queued after this */
     atomic_store(&ep->state, HX_EP_LOST);
@@ -134,6 +163,7 @@ void hx_endpoint_lose(hx_endpoint_t *ep, hx_status_t status, const char *text)
     ep->note_head = ep->note_tail = ep->unacked_head = ep->unacked_tail = NULL;
     pthread_mutex_unlock(&ep->note_mu);
     atomic_fetch_sub(&engine->npeers, 1);
+    ep->lost_ns = hx_now_ns();
     /* From here it starts nothing more in our memory; revoke.c waits for what it had started. */
     if (ep->theirs)
         hx_page_set_revoke_seq(ep->theirs, HX_REVOKE_ALL);
@@ -175,6 +205,11 @@ uint64_t hx_endpoint_serial(const hx_endpoint_t *ep)
 bool hx_endpoint_is_up(const hx_endpoint_t *ep)
 {
     return atomic_load(&ep->state) == HX_EP_UP;
+}
+
+bool hx_endpoint_is_raw(const hx_endpoint_t *ep)
+{
+    return ep->raw;
 }
 
 bool hx_endpoint_is_local(const hx_endpoint_t *ep)

@@ -80,6 +80,7 @@ void hx_config_defaults(hx_config_t *c)
     c->stall_timeout_ns = 30 * HX_NS;
     c->handshake_timeout_ns = 5 * HX_NS;
     c->cancel_grace_ns = 1 * HX_NS;
+    c->transports = HX_TRANSPORT_SHM;
 }
 
 /* ---- events ---- */
@@ -170,7 +171,11 @@ static bool take_record(hx_op_t *op, hx_completion_t *out)
         .elapsed_ns = (first ? hx_now_ns() : op->done_ns) - op->posted_ns,
         .index = first ? UINT64_MAX : op->bad_index,
         .quiesced = !first,
+        .code = first ? 0 : atomic_load(&op->code),
+        .detail = first ? NULL : op->detail,
     };
+    if (!first)
+        op->detail = NULL; /* the consumer's now */
     return !first;
 }
 
@@ -301,11 +306,11 @@ hx_status_t hx_engine_open(const hx_config_t *config, hx_engine_t **engine_p, ch
     }
     status = hx_op_pool_init(engine);
     if (status == HX_OK)
-        status = hx_providers_open(engine);
-    if (status == HX_OK)
         status = hx_setup_start(engine);
     if (status == HX_OK)
         status = hx_sched_start(engine);
+    if (status == HX_OK)
+        status = hx_providers_open(engine, text);
     if (status == HX_OK)
         status = hx_control_start(engine, text);
     if (status != HX_OK)
@@ -337,7 +342,8 @@ uint32_t hx_engine_stop(hx_engine_t *engine)
         sched_yield();
     pthread_mutex_lock(&engine->stop_mu); /* an abort may overtake a close: both join, one after the other */
     /* The control thread loses every endpoint, which makes the copy threads finish every operation. */
-    hx_control_stop(engine);
+    hx_control_stop(engine); /* which stops the providers as well, once nobody posts any more */
+    hx_providers_stop(engine);
     hx_sched_stop(engine);
     hx_setup_stop(engine);
     pthread_mutex_unlock(&engine->stop_mu);
@@ -353,14 +359,14 @@ void hx_engine_close_fds(hx_engine_t *engine)
 
 void hx_engine_free(hx_engine_t *engine)
 {
-    if (!engine || hx_in_child(engine))
+    if (!engine || hx_in_child(engine) || engine->abandoned)
         return; /* in a forked child, locks and threads of the parent are in no state to be freed */
     for (hx_event_t *ev; (ev = hx_engine_next_event(engine));)
         hx_event_free(ev);
-    hx_providers_close(engine);
     if (engine->ops)
         for (uint32_t index; hx_ring_pop(&engine->completed, &index);)
             hx_op_release(&engine->ops[index]);
+    hx_providers_close(engine); /* after the last endpoint */
     hx_op_pool_free(engine);
     hx_engine_close_fds(engine);
     free(engine->name);

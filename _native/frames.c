@@ -10,10 +10,36 @@
 #include <unistd.h>
 
 #include "link.h"
+#include "provider.h"
 
 static void broken(hx_link_t *link, const char *what)
 {
     hx_link_fail(link, HX_ERR_MISMATCH, 0, "the peer broke the control protocol: %s", what);
+}
+
+static void say_path(void *to, const char *name, const uint8_t *body, size_t n)
+{
+    hx_link_t *link = to;
+    uint32_t name_len = (uint32_t)strlen(name);
+    struct iovec parts[] = {
+        {&name_len, sizeof name_len}, {(void *)(uintptr_t)name, name_len}, {(void *)(uintptr_t)body, n}};
+    if (link->ep->acks)
+        hx_link_send(link, HX_F_PATH, 0, parts, 3, -1);
+}
+
+static void on_path(hx_link_t *link, const uint8_t *body, size_t n)
+{
+    uint32_t name_len;
+    if (n < sizeof name_len) {
+        broken(link, "truncated path");
+        return;
+    }
+    memcpy(&name_len, body, sizeof name_len);
+    body += sizeof name_len;
+    n -= sizeof name_len;
+    if (!link->ep->acks || name_len > n || link->nregions ||
+        !hx_providers_meet(link->ep, (const char *)body, name_len, body + name_len, n - name_len))
+        broken(link, "impossible path");
 }
 
 static void come_up(hx_link_t *link)
@@ -30,7 +56,8 @@ static void come_up(hx_link_t *link)
         hx_control_watch_pid(engine, ep);
     hx_event_t ev = {.kind = HX_EV_PEER_UP, .ep = ep, .value = link->outgoing, .token = ep->token};
     hx_event_emit(engine, ev, NULL, 0, NULL, 0);
-    hx_frames_send_table(link); /* from here on it hears of every change, and of every revocation */
+    hx_providers_introduce(engine, say_path, link); /* before the first region that could be reached that way */
+    hx_frames_send_table(link);                     /* from here on it hears of every change, and of every revocation */
 }
 
 static void on_page(hx_link_t *link)
@@ -61,8 +88,9 @@ static void on_region_add(hx_link_t *link, const uint8_t *body, size_t n)
         body += sizeof e;
         n -= sizeof e;
         if (e.name_len == 0 || e.name_len > HX_NAME_MAX || e.blob_len > HX_BLOB_MAX || n < e.name_len ||
-            n - e.name_len < e.blob_len || e.kind < HX_KIND_MEMFD || e.kind > HX_KIND_LAYOUT || e.nbytes > INT64_MAX ||
-            e.addr > UINT64_MAX - e.nbytes || hx_endpoint_find(ep, e.id) || ++link->nregions > HX_PEER_REGIONS_MAX) {
+            n - e.name_len < e.blob_len || e.kind < HX_KIND_MEMFD || e.kind > HX_KIND_DEVICE || e.nbytes > INT64_MAX ||
+            e.addr > UINT64_MAX - e.nbytes || e.direct > UINT64_MAX - e.nbytes || hx_endpoint_find(ep, e.id) ||
+            ++link->nregions > HX_PEER_REGIONS_MAX) {
             broken(link, "impossible region entry");
             return;
         }
@@ -75,6 +103,8 @@ static void on_region_add(hx_link_t *link, const uint8_t *body, size_t n)
         r->rkey = e.rkey;
         r->nbytes = e.nbytes;
         r->addr = e.addr;
+        r->direct = e.direct;
+        r->seen = atomic_fetch_add(&link->engine->announcements, 1) + 1;
         r->kind = e.kind;
         r->access = e.access;
         r->hash_next = ep->table[e.id % HX_RTABLE];
@@ -123,9 +153,10 @@ static void send_entries(hx_link_t *link, hx_region_t *const *list, size_t n)
             .rkey = region->rkey,
             .nbytes = region->nbytes,
             /* An address is for process_vm_* on foreign memory only; nobody else learns one. */
-            .addr = region->kind == HX_KIND_MEMFD ? region->file_off
-                    : link->tcp                   ? 0
-                                                  : (uintptr_t)region->base,
+            .addr = region->kind == HX_KIND_MEMFD                 ? region->file_off
+                    : link->tcp || region->kind == HX_KIND_DEVICE ? 0
+                                                                  : (uintptr_t)region->base,
+            .direct = link->ep->acks && atomic_load(&region->adoption) == HX_ADOPT_HELD ? (uintptr_t)region->base : 0,
             .kind = region->kind,
             .access = region->access,
             .name_len = region->name_len,
@@ -345,6 +376,8 @@ static void on_revoke(hx_link_t *link, const hx_frame_t *frame, const uint8_t *b
         hx_revoked_grant(&ep->revoked, region, spans, count);
     else if (!hx_revoked_add(&ep->revoked, region, spans, count, frame->arg))
         broken(link, "no memory for its revocation"); /* losing the peer is the safe answer */
+    if (revoke && ep->acks && !hx_acks_owe(ep, frame->arg, region, spans, count))
+        broken(link, "it revokes faster than anybody can let go");
     free(spans);
     hx_sched_kick(link->engine);
 }
@@ -406,8 +439,18 @@ void hx_frames_handle(hx_link_t *link, const hx_frame_t *frame, const uint8_t *b
         hx_link_send(link, HX_F_PONG, frame->arg, NULL, 0, -1);
         break;
     case HX_F_PONG:
+        if (frame->arg)
+            hx_providers_proven(link->ep, frame->arg);
+        break;
+    case HX_F_PATH:
+        on_path(link, body, n);
+        break;
+    case HX_F_REVOKE_ACK:
+        if (!link->ep->acks || !hx_acks_received(link->ep, frame->arg))
+            broken(link, "it acknowledges a revocation that it was not sent");
         break;
     case HX_F_BYE:
+        link->ep->quiet = frame->arg == 1;
         hx_link_fail(link, HX_ERR_PEER_LOST, 0, "the peer closed");
         break;
     default:

@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include "link.h"
+#include "provider.h"
 #include "sha256.h"
 
 #ifndef SO_PEERPIDFD
@@ -60,6 +61,7 @@ static size_t greet(hx_link_t *link, uint8_t out[HX_HELLO_MAX])
         .magic = HX_MAGIC,
         .version_min = HX_WIRE_VERSION,
         .version_max = HX_WIRE_VERSION,
+        .features = hx_providers_one_sided(engine) ? HX_FEATURE_ACKS : 0,
         .epoch = atomic_load(&engine->epoch),
         .vm_addr = (uintptr_t)engine->nonce,
         .secret = engine->secret != NULL,
@@ -144,6 +146,7 @@ static void bring_up(hx_link_t *link, const uint8_t *theirs)
     hx_endpoint_t *ep = link->ep;
     hx_hello_t h;
     memcpy(&h, theirs, sizeof h);
+    ep->acks = (h.features & HX_FEATURE_ACKS) && hx_providers_one_sided(link->engine);
     hx_control_epoch_ok(link->engine, ep->name, ep->epoch, true);
     hx_control_supersede(link->engine, ep->name, ep->epoch);
     if (!link->known)

@@ -16,8 +16,9 @@
 #define HX_NAME_MAX 128          /* bytes of an engine's or region's name (UTF-8, no NUL) */
 #define HX_NOTE_MAX (64u << 10)  /* bytes of a note's payload */
 #define HX_TOPIC_MAX 256         /* bytes of a note's topic */
+#define HX_RAW_NOTE_MAX 1024     /* of either, to a raw peer */
 #define HX_BLOB_MAX (512u << 10) /* bytes of a layout document */
-#define HX_TEXT_MAX 256          /* bytes of an error text, terminator included */
+#define HX_TEXT_MAX 1024         /* bytes of an error text, terminator included */
 #define HX_EPOCH_NOW UINT64_MAX  /* hx_post_t.epoch: permission as of this post */
 #define HX_INCARNATION_LEN 16
 
@@ -35,6 +36,7 @@ typedef enum {
     HX_ERR_ABORTED = 17,       /* flushed by close or abort on this side */
     HX_ERR_CANCELLED = 18,     /* hx_cancel */
     HX_ERR_FAULT = 19,         /* the kernel refused the copy: see sys_errno */
+    HX_ERR_PROVIDER = 20,      /* the transport's own library reported an error: see `code` and the detail */
     /* this peer */
     HX_ERR_UNREACHABLE = 40,
     HX_ERR_PEER_LOST = 41,
@@ -52,7 +54,7 @@ typedef enum {
 
 typedef enum { HX_WRITE = 1, HX_READ = 2, HX_NOTE = 3 } hx_op_kind_t;
 typedef enum { HX_ACCESS_READ = 1, HX_ACCESS_WRITE = 2 } hx_access_t; /* what peers may do */
-typedef enum { HX_KIND_MEMFD = 1, HX_KIND_FOREIGN = 2, HX_KIND_LAYOUT = 3 } hx_kind_t;
+typedef enum { HX_KIND_MEMFD = 1, HX_KIND_FOREIGN = 2, HX_KIND_LAYOUT = 3, HX_KIND_DEVICE = 4 } hx_kind_t;
 typedef enum {
     HX_EV_PEER_UP = 1,    /* endpoint; value: 1 when we connected, 0 when they did; token of hx_connect or 0 */
     HX_EV_PEER_READY,     /* its region table has arrived; token as above */
@@ -61,9 +63,12 @@ typedef enum {
     HX_EV_REGION_ADD,     /* endpoint, remote region; name, blob */
     HX_EV_REGION_DEL,     /* endpoint, remote region */
     HX_EV_NOTE,           /* endpoint, name = topic, blob = payload, value = flags (1: aborted) */
-    HX_EV_REGION_READY,   /* token = region id, status, sys_errno */
+    HX_EV_REGION_READY,   /* token = region id, status, sys_errno; blob = why not */
     HX_EV_DONE,           /* token of a revoke or deregister, status, text, value = bytes still pinned */
     HX_EV_REFUSED,        /* a stranger was turned away: status, text */
+    HX_EV_COPIED,         /* token of hx_region_copy, status, text */
+    HX_EV_NOTIFY,         /* HIXL's own notification, of no known sender: name, blob = message */
+    HX_EV_WARNING,        /* something that works and should not be relied on: text */
 } hx_event_kind_t;
 
 typedef struct hx_engine hx_engine_t;
@@ -79,6 +84,20 @@ typedef struct {
     uint64_t delay_ns; /* for HX_FAULT_DELAY */
 } hx_fault_t;
 typedef enum { HX_FAULT_DELAY = 1, HX_FAULT_FAIL, HX_FAULT_STALL, HX_FAULT_WEDGE, HX_FAULT_DIE } hx_fault_action_t;
+
+/* What the hixl transport needs (hixl_*.c). Strings are copied. */
+typedef struct {
+    const char *binding; /* path of the binding's shared object */
+    const char *library; /* a directory, or libcann_hixl.so itself; NULL: ASCEND_HOME_PATH and the loader's path */
+    const char *local;   /* "ip:port" to listen on */
+    const char *link;    /* what was asked for: "auto", "hccs", "roce" */
+    int32_t device;
+    const char *const *keys, *const *values; /* HIXL's options */
+    size_t noptions;
+    uint64_t busy_poll_ns; /* how long a poster spins for a completion, and for the next post, before it sleeps */
+} hx_hixl_config_t;
+
+typedef enum { HX_TRANSPORT_SHM = 1, HX_TRANSPORT_HIXL = 2 } hx_transport_t;
 
 typedef struct {
     const char *name;
@@ -100,6 +119,8 @@ typedef struct {
     uint64_t cancel_grace_ns;
     const hx_fault_t *faults;
     size_t nfaults;
+    uint32_t transports;          /* hx_transport_t bits that may be used */
+    const hx_hixl_config_t *hixl; /* NULL: without */
 } hx_config_t;
 
 typedef struct {
@@ -119,6 +140,8 @@ typedef struct {
     uint64_t elapsed_ns; /* from the post */
     uint64_t index;      /* row of the call that is to blame, or UINT64_MAX */
     uint32_t quiesced;   /* 0: the provider may still touch the buffers; a second record follows when not */
+    uint32_t code;       /* HX_ERR_PROVIDER: the number that the library answered */
+    char *detail;        /* what it said, or NULL; the consumer frees it */
 } hx_completion_t;
 
 typedef struct hx_event {
@@ -154,6 +177,7 @@ typedef struct {
     uint64_t epoch; /* hx_endpoint_epoch() at the time the permission was given, or HX_EPOCH_NOW */
     const hx_segment_t *segments;
     size_t nsegments;
+    void *after; /* an event of the NPU to wait for, before the first byte is read; it must live until quiesced */
     bool has_note;
     bool aborted; /* HX_NOTE only: tells the receiver that the bytes it waits for will not come */
     const void *note;
@@ -191,6 +215,16 @@ void hx_engine_forked(hx_engine_t *engine);
 void hx_engine_stats(hx_engine_t *engine, hx_stats_t *out);
 void hx_cancel(hx_engine_t *engine, uint64_t handle);
 hx_status_t hx_connect(hx_engine_t *engine, const hx_target_t *target);
+/* An engine of HIXL's that is not ours, at "ip:port": no control link, regions as agreed beforehand. */
+typedef struct {
+    const char *name;
+    uint64_t addr, nbytes;
+    bool device;
+} hx_raw_region_t;
+hx_status_t hx_connect_raw(hx_engine_t *engine, const char *address, const hx_raw_region_t *regions, size_t n,
+                           uint64_t token);
+/* HIXL's notifications are fetched while somebody waits for them: count those who do. */
+void hx_engine_expect_notifies(hx_engine_t *engine, int change);
 /* Every live endpoint of `name` whose epoch is below `epoch` is lost: its successor has been seen. */
 hx_status_t hx_supersede(hx_engine_t *engine, const char *name, uint64_t epoch);
 
@@ -201,6 +235,14 @@ hx_status_t hx_region_view(hx_region_t *parent, uint64_t offset, uint64_t nbytes
                            hx_region_t **region_p);
 hx_status_t hx_region_register(hx_engine_t *engine, void *addr, uint64_t nbytes, uint32_t access,
                                hx_region_t **region_p);
+/* Memory of the NPU: somebody else's, or (addr 0) of its own. */
+hx_status_t hx_region_device(hx_engine_t *engine, uint64_t addr, uint64_t nbytes, uint32_t access,
+                             hx_region_t **region_p);
+/* Between host memory and a device region, in a native thread; HX_EV_COPIED answers with `token`. `host` must stay. */
+hx_status_t hx_region_copy(hx_region_t *region, uint64_t offset, void *host, uint64_t nbytes, bool upload,
+                           uint64_t token);
+bool hx_region_is_ready(const hx_region_t *region);
+uint32_t hx_region_kind(const hx_region_t *region);
 hx_status_t hx_region_layout(hx_engine_t *engine, hx_region_t **region_p);
 hx_status_t hx_region_announce(hx_region_t *region, const char *name, size_t name_len, const void *blob,
                                size_t blob_len);
@@ -226,6 +268,8 @@ uint64_t hx_endpoint_epoch(const hx_endpoint_t *ep); /* for hx_post_t.epoch */
 /* Which path a transfer between the two takes and why; `text` gets one line. */
 hx_status_t hx_endpoint_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
                               const char **provider_p, char text[HX_TEXT_MAX]);
+const char *hx_endpoint_link(const hx_endpoint_t *ep); /* of the hixl path: "hccs", "roce", "auto"; "" without one */
+bool hx_endpoint_is_raw(const hx_endpoint_t *ep);
 void hx_endpoint_expect(hx_endpoint_t *ep, int change); /* somebody waits for an announcement: is the peer alive? */
 hx_status_t hx_endpoint_close(hx_endpoint_t *ep);
 hx_status_t hx_endpoint_credit(hx_endpoint_t *ep, uint32_t notes); /* the consumer took this many */
@@ -248,5 +292,9 @@ hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p
 size_t hx_provider_count(void);
 const char *hx_provider_name(size_t i);
 hx_status_t hx_provider_probe(size_t i, char text[HX_TEXT_MAX]);
+
+/* hixl_load.c: can the library be loaded? One line: the versions and places, or what is missing, where it was looked
+ * for and what brings it. */
+hx_status_t hx_hixl_probe(const char *binding, const char *library, char text[HX_TEXT_MAX]);
 
 #endif

@@ -29,6 +29,7 @@ cdef extern from "hx.h" nogil:
         HX_KIND_MEMFD
         HX_KIND_FOREIGN
         HX_KIND_LAYOUT
+        HX_KIND_DEVICE
         HX_EV_PEER_UP
         HX_EV_PEER_READY
         HX_EV_PEER_LOST
@@ -39,11 +40,16 @@ cdef extern from "hx.h" nogil:
         HX_EV_REGION_READY
         HX_EV_DONE
         HX_EV_REFUSED
+        HX_EV_COPIED
+        HX_EV_NOTIFY
+        HX_EV_WARNING
         HX_FAULT_DELAY
         HX_FAULT_FAIL
         HX_FAULT_STALL
         HX_FAULT_WEDGE
         HX_FAULT_DIE
+        HX_TRANSPORT_SHM
+        HX_TRANSPORT_HIXL
 
     ctypedef struct hx_engine_t:
         pass
@@ -59,6 +65,17 @@ cdef extern from "hx.h" nogil:
         uint32_t action
         uint32_t status
         uint64_t delay_ns
+
+    ctypedef struct hx_hixl_config_t:
+        const char *binding
+        const char *library
+        const char *local
+        const char *link
+        int32_t device
+        const char **keys
+        const char **values
+        size_t noptions
+        uint64_t busy_poll_ns
 
     ctypedef struct hx_config_t:
         const char *name
@@ -80,6 +97,8 @@ cdef extern from "hx.h" nogil:
         uint64_t cancel_grace_ns
         const hx_fault_t *faults
         size_t nfaults
+        uint32_t transports
+        const hx_hixl_config_t *hixl
 
     ctypedef struct hx_target_t:
         const char *path
@@ -97,6 +116,8 @@ cdef extern from "hx.h" nogil:
         uint64_t elapsed_ns
         uint64_t index
         uint32_t quiesced
+        uint32_t code
+        char *detail
 
     ctypedef struct hx_event_t:
         uint32_t kind
@@ -127,6 +148,7 @@ cdef extern from "hx.h" nogil:
         uint64_t epoch
         const hx_segment_t *segments
         size_t nsegments
+        void *after
         hx_bool has_note
         hx_bool aborted
         const void *note
@@ -159,6 +181,16 @@ cdef extern from "hx.h" nogil:
     void hx_engine_stats(hx_engine_t *engine, hx_stats_t *out)
     void hx_cancel(hx_engine_t *engine, uint64_t handle)
     hx_status_t hx_connect(hx_engine_t *engine, const hx_target_t *target)
+
+    ctypedef struct hx_raw_region_t:
+        const char *name
+        uint64_t addr
+        uint64_t nbytes
+        hx_bool device
+
+    hx_status_t hx_connect_raw(hx_engine_t *engine, const char *address, const hx_raw_region_t *regions, size_t n,
+                               uint64_t token)
+    void hx_engine_expect_notifies(hx_engine_t *engine, int change)
     hx_status_t hx_supersede(hx_engine_t *engine, const char *name, uint64_t epoch)
 
     hx_status_t hx_region_allocate(hx_engine_t *engine, uint64_t nbytes, uint32_t access, hx_region_t **region_p)
@@ -166,6 +198,12 @@ cdef extern from "hx.h" nogil:
                                hx_region_t **region_p)
     hx_status_t hx_region_register(hx_engine_t *engine, void *addr, uint64_t nbytes, uint32_t access,
                                    hx_region_t **region_p)
+    hx_status_t hx_region_device(hx_engine_t *engine, uint64_t addr, uint64_t nbytes, uint32_t access,
+                                 hx_region_t **region_p)
+    hx_status_t hx_region_copy(hx_region_t *region, uint64_t offset, void *host, uint64_t nbytes, hx_bool upload,
+                               uint64_t token)
+    hx_bool hx_region_is_ready(const hx_region_t *region)
+    uint32_t hx_region_kind(const hx_region_t *region)
     hx_status_t hx_region_layout(hx_engine_t *engine, hx_region_t **region_p)
     hx_status_t hx_region_announce(hx_region_t *region, const char *name, size_t name_len, const void *blob,
                                    size_t blob_len)
@@ -188,6 +226,8 @@ cdef extern from "hx.h" nogil:
     uint64_t hx_endpoint_epoch(const hx_endpoint_t *ep)
     hx_status_t hx_endpoint_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
                                   const char **provider_p, char *text)
+    const char *hx_endpoint_link(const hx_endpoint_t *ep)
+    hx_bool hx_endpoint_is_raw(const hx_endpoint_t *ep)
     void hx_endpoint_expect(hx_endpoint_t *ep, int change)
     hx_status_t hx_endpoint_close(hx_endpoint_t *ep)
     hx_status_t hx_endpoint_credit(hx_endpoint_t *ep, uint32_t notes)
@@ -208,3 +248,5 @@ cdef extern from "hx.h" nogil:
     size_t hx_provider_count()
     const char *hx_provider_name(size_t i)
     hx_status_t hx_provider_probe(size_t i, char *text)
+
+    hx_status_t hx_hixl_probe(const char *binding, const char *library, char *text)

@@ -41,9 +41,13 @@ typedef enum {
     HX_F_PING = 17,
     HX_F_PONG = 18,
     HX_F_BYE = 19,
+    HX_F_PATH = 20,
+    HX_F_REVOKE_ACK = 21,
 } hx_frame_type_t;
 
 #define HX_FRAME_OPTIONAL 1u
+#define HX_FEATURE_ACKS \
+    1u /* in a greeting: a path of ours lets peers write without our help; both sides must have it */
 
 typedef struct {
     uint32_t length; /* of the whole frame */
@@ -78,11 +82,12 @@ _Static_assert(sizeof(hx_hello_t) == 152, "wire format");
 
 typedef struct {
     uint64_t id, rkey, nbytes, addr;
+    uint64_t direct; /* the address, where both sides have a transport whose writer names it; else 0 */
     uint32_t kind, access, name_len, blob_len;
     /* name, blob */
 } hx_entry_t;
 
-_Static_assert(sizeof(hx_entry_t) == 48, "wire format");
+_Static_assert(sizeof(hx_entry_t) == 56, "wire format");
 
 typedef struct {
     uint32_t topic_len, flags;
@@ -174,6 +179,20 @@ void hx_standing_add(const hx_command_t *cmd);
 void hx_standing_grant(const hx_command_t *cmd);
 /* Pairs (offset, nbytes) that the engine of this incarnation must not touch, to be freed; NULL: none. */
 uint64_t *hx_standing_spans(const hx_region_t *region, const uint8_t *incarnation, size_t *n_p);
+
+/* acks.c: revocation on paths where the writer's library writes. Control thread only. */
+/* These two: false when a peer that is one of ours cannot have got there. */
+bool hx_acks_expect(hx_endpoint_t *ep, uint64_t seq, uint64_t region, const uint64_t *spans, size_t n);
+bool hx_acks_received(hx_endpoint_t *ep, uint64_t seq); /* false: it was not expected */
+bool hx_acks_haunting(const hx_endpoint_t *ep, uint64_t now);
+uint64_t hx_acks_held(const hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end, uint64_t now);
+bool hx_acks_owe(hx_endpoint_t *ep, uint64_t seq, uint64_t region, const uint64_t *spans, size_t n);
+void hx_acks_pay(hx_endpoint_t *ep);
+void hx_acks_free(hx_endpoint_t *ep);
+
+/* raw.c: engines that are not ours */
+void hx_raw_run(hx_engine_t *engine, hx_command_t *cmd);
+void hx_raw_fail(hx_endpoint_t *ep, hx_status_t status, const char *text); /* it never came up */
 
 /* commands.c */
 void hx_commands_run(hx_engine_t *engine);

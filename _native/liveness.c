@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "link.h"
+#include "provider.h"
 #include "sys.h"
 
 void hx_live_check_operations(hx_engine_t *engine, uint64_t now)
@@ -87,7 +88,9 @@ void hx_live_check_peer(hx_endpoint_t *ep, uint64_t now)
 /* Lost endpoints stay until nothing that their process had started can still touch our memory. */
 static bool can_forget(const hx_endpoint_t *ep)
 {
-    if (atomic_load(&ep->state) != HX_EP_LOST || atomic_load(&ep->inflight))
+    if (atomic_load(&ep->state) != HX_EP_LOST || atomic_load(&ep->inflight) || atomic_load(&ep->posters))
+        return false;
+    if (!atomic_load(&ep->engine->stopping) && hx_acks_haunting(ep, hx_now_ns()))
         return false;
     return !ep->theirs || !hx_page_busy(ep->theirs) || hx_endpoint_process_gone(ep);
 }
@@ -98,6 +101,7 @@ void hx_live_let_go(hx_endpoint_t *ep)
     if (ep->pidfd >= 0) /* as in hx_link_close */
         epoll_ctl(ep->engine->control.epoll_fd, EPOLL_CTL_DEL, ep->pidfd, NULL);
     hx_close_fd(&ep->pidfd);
+    hx_providers_release(ep);
     hx_endpoint_unref(ep);
 }
 

@@ -56,6 +56,8 @@ hx_status_t hx_op_verdict(const hx_op_t *op)
         return (hx_status_t)(cancel & 0xff);
     if (atomic_load(&op->ep->state) == HX_EP_LOST)
         return atomic_load(&op->ep->lost_status);
+    if (atomic_load(&op->ep->closing))
+        return HX_ERR_ABORTED;
     return atomic_load(&op->failed);
 }
 
@@ -69,9 +71,22 @@ void hx_op_cancel_as(hx_op_t *op, uint32_t gen, hx_status_t status)
     } while (!atomic_compare_exchange_weak(&op->cancel, &old, (uint64_t)gen << 8 | (uint32_t)status));
 }
 
+void hx_op_fail(hx_op_t *op, hx_status_t status, int sys_errno, uint32_t code, const char *detail)
+{
+    uint32_t ok = HX_OK;
+    if (!atomic_compare_exchange_strong(&op->failed, &ok, status))
+        return;
+    op->sys_errno = sys_errno;
+    atomic_store(&op->code, code);
+    if (detail && detail[0])
+        op->detail = strndup(detail, HX_TEXT_MAX);
+}
+
 void hx_cancel(hx_engine_t *engine, uint64_t handle)
 {
     uint32_t index = (uint32_t)handle;
+    if (hx_in_child(engine))
+        return;
     if (index >= engine->config.queue_depth)
         return;
     hx_op_cancel_as(&engine->ops[index], (uint32_t)(handle >> 32), HX_ERR_CANCELLED);
@@ -101,6 +116,8 @@ void hx_op_release(hx_op_t *op)
 {
     hx_engine_t *engine = op->ep->engine;
     hx_endpoint_t *ep = op->ep;
+    free(op->detail);
+    op->detail = NULL;
     op->ep = NULL;
     atomic_store(&op->stage, HX_STAGE_FREE);
     next_life(op);
@@ -157,13 +174,18 @@ void hx_op_finish(hx_op_t *op, hx_status_t status)
         note->op = op;
         note->gen = atomic_load(&op->gen);
         atomic_store(&op->stage, HX_STAGE_NOTE);
+        if (op->ep->raw) { /* no control link: the library itself carries it */
+            op->note = note;
+            hx_providers_send_raw(op);
+            return;
+        }
         if (hx_endpoint_push_note(op->ep, note))
             return;
         status = atomic_load(&op->ep->lost_status);
         free(note);
     } else {
         note->aborted = true;
-        if (!hx_endpoint_push_note(op->ep, note))
+        if (op->ep->raw || !hx_endpoint_push_note(op->ep, note)) /* HIXL's notifications know no aborted ones */
             free(note);
     }
     hx_op_complete(op, status);
@@ -342,9 +364,12 @@ static void reset(hx_op_t *op, hx_endpoint_t *ep, const hx_post_t *post)
     op->cursor = 0;
     op->cursor_off = 0;
     op->nretry = op->running = 0;
-    op->prepared = op->queued = op->blocked = op->again = false;
+    op->prepared = op->checked = op->queued = op->blocked = op->again = false;
     op->hold_action = 0;
     op->hold_until_ns = 0;
+    op->requests = op->again_requests = 0;
+    op->after = post->after;
+    atomic_store_explicit(&op->code, 0, memory_order_relaxed);
     atomic_store_explicit(&op->failed, HX_OK, memory_order_relaxed);
     atomic_store_explicit(&op->moved, 0, memory_order_relaxed);
     atomic_store_explicit(&op->progress_ns, 0, memory_order_relaxed);
@@ -373,7 +398,7 @@ static hx_status_t choose_provider(hx_op_t *op)
             return HX_ERR_NO_PATH;
         op->provider = p;
     }
-    return HX_OK;
+    return op->after && op->provider && !op->provider->orders_after ? HX_ERR_CONFIG : HX_OK;
 }
 
 static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p,
@@ -386,7 +411,8 @@ static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t 
 
     if (atomic_load(&ep->state) != HX_EP_UP)
         return atomic_load(&ep->state) == HX_EP_LOST ? (hx_status_t)atomic_load(&ep->lost_status) : HX_ERR_PEER_LOST;
-    if (post->has_note && (post->note_len > HX_NOTE_MAX || post->topic_len > HX_TOPIC_MAX))
+    size_t note_max = ep->raw ? HX_RAW_NOTE_MAX : HX_NOTE_MAX, topic_max = ep->raw ? HX_RAW_NOTE_MAX : HX_TOPIC_MAX;
+    if (post->has_note && (post->note_len > note_max || post->topic_len > topic_max))
         return HX_ERR_CONFIG;
     if (post->nsegments && post->kind != HX_WRITE && post->kind != HX_READ)
         return HX_ERR_CONFIG;
@@ -451,8 +477,10 @@ hx_status_t hx_post(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p
     hx_engine_t *engine = ep->engine;
     /* hx_engine_stop sets `stopping` and then waits for this count: no post is half done when the threads go. */
     atomic_fetch_add(&engine->posting, 1);
+    atomic_fetch_add(&ep->posters, 1); /* and no endpoint is forgotten meanwhile: hx_live_forget_lost */
     hx_status_t status =
         atomic_load(&engine->stopping) ? HX_ERR_CLOSED : post_open(ep, post, handle_p, index_p, done_p);
+    atomic_fetch_sub(&ep->posters, 1);
     atomic_fetch_sub(&engine->posting, 1);
     return status;
 }

@@ -115,7 +115,7 @@ uint64_t hx_page_overlap(hx_page_t *page, uint64_t region, uint64_t off, uint64_
         if (!(before & 1))
             continue;
         uint64_t r = atomic_load(&s->region), lo = atomic_load(&s->off), hi = atomic_load(&s->end);
-        if (atomic_load(&s->state) != before || r != region)
+        if (atomic_load(&s->state) != before || (r != region && r != HX_ANY_REGION))
             continue; /* changed: that copy is over, and the next one reads the new revoke_seq before it starts */
         lo = lo > off ? lo : off;
         hi = hi < end ? hi : end;

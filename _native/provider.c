@@ -6,7 +6,7 @@
 
 #include "provider.h"
 
-static const hx_provider_t *const providers[] = {&hx_provider_shm};
+static const hx_provider_t *const providers[] = {&hx_provider_shm, &hx_provider_hixl};
 
 #define COUNT (sizeof providers / sizeof providers[0])
 
@@ -25,41 +25,174 @@ hx_status_t hx_provider_probe(size_t i, char text[HX_TEXT_MAX])
     return providers[i]->probe(text);
 }
 
+static bool is_open(const hx_engine_t *engine, size_t i)
+{
+    return engine->provider_open & 1u << i;
+}
+
+/* Runs the statement for each open provider that has the hook, as `p` with its `state`. */
+#define FOR_EACH_WITH(hook, engine, statement)            \
+    for (size_t i_ = 0; i_ < COUNT; i_++)                 \
+        if (is_open(engine, i_) && providers[i_]->hook) { \
+            const hx_provider_t *p = providers[i_];       \
+            void *state = (engine)->provider_state[i_];   \
+            (void)p;                                      \
+            (void)state;                                  \
+            statement;                                    \
+        }
+
 const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
                                        char text[HX_TEXT_MAX])
 {
-    for (size_t i = 0; i < COUNT; i++)
-        if (providers[i]->route(ep, local, remote, text) == HX_OK)
+    size_t at = 0;
+    for (size_t i = 0; i < COUNT; i++) {
+        char why[HX_TEXT_MAX];
+        if (!is_open(ep->engine, i))
+            continue;
+        if (providers[i]->route(ep, local, remote, text ? why : NULL) == HX_OK) {
+            if (text)
+                memcpy(text, why, HX_TEXT_MAX);
             return providers[i];
+        }
+        if (text && at < HX_TEXT_MAX)
+            at += (size_t)snprintf(text + at, HX_TEXT_MAX - at, "%s%s: %s", at ? "; " : "", providers[i]->name, why);
+    }
     return NULL;
 }
 
-hx_status_t hx_providers_open(hx_engine_t *engine)
+hx_status_t hx_providers_open(hx_engine_t *engine, char text[HX_TEXT_MAX])
 {
     for (size_t i = 0; i < COUNT; i++) {
-        if (providers[i]->abi != HX_PROVIDER_ABI)
+        const hx_provider_t *p = providers[i];
+        if (p->abi != HX_PROVIDER_ABI)
             return HX_ERR_INTERNAL;
-        hx_status_t status = providers[i]->open ? providers[i]->open(engine, &engine->provider_state[i]) : HX_OK;
+        if (!(engine->config.transports & p->transport))
+            continue;
+        hx_status_t status = p->open ? p->open(engine, &engine->provider_state[i], text) : HX_OK;
+        if (!p->open || engine->provider_state[i])
+            engine->provider_open |= 1u << i; /* also one that failed half-way: it has threads to join */
         if (status != HX_OK)
             return status;
     }
     return HX_OK;
 }
 
-void hx_providers_close(hx_engine_t *engine)
+void hx_providers_stop(hx_engine_t *engine)
 {
-    for (size_t i = COUNT; i-- > 0;)
-        if (providers[i]->close)
-            providers[i]->close(engine, engine->provider_state[i]);
+    FOR_EACH_WITH(stop, engine, p->stop(engine, state))
 }
+
+void hx_providers_close(hx_engine_t *engine){FOR_EACH_WITH(close, engine, p -> close(engine, state))}
 
 uint64_t hx_providers_tick(hx_engine_t *engine, uint64_t now_ns)
 {
     uint64_t next = hx_fault_tick(engine, now_ns);
-    for (size_t i = 0; i < COUNT; i++) {
-        uint64_t due = providers[i]->tick ? providers[i]->tick(engine, engine->provider_state[i], now_ns) : 0;
+    FOR_EACH_WITH(tick, engine, {
+        uint64_t due = p->tick(engine, state, now_ns);
         if (due && (!next || due < next))
             next = due;
-    }
+    })
     return next;
+}
+
+void hx_providers_kick(hx_engine_t *engine)
+{
+    FOR_EACH_WITH(kick, engine, p->kick(engine, state))
+}
+
+bool hx_providers_adopt(hx_region_t *region)
+{
+    /* One at most: no build has two libraries that must know a region. */
+    FOR_EACH_WITH(adopt, region->engine, {
+        atomic_store(&region->adoption, HX_ADOPT_PENDING);
+        hx_region_ref(region);
+        p->adopt(region->engine, state, region);
+        return true;
+    })
+    return false;
+}
+
+void hx_providers_withdraw(hx_region_t *region)
+{
+    atomic_store(&region->adoption, HX_ADOPT_LEAVING);
+    FOR_EACH_WITH(withdraw, region->engine, p->withdraw(region->engine, state, region))
+}
+
+void hx_providers_disown(hx_region_t *region, hx_job_t *then)
+{
+    FOR_EACH_WITH(disown, region->engine, {
+        p->disown(region->engine, state, region, then);
+        return;
+    })
+    if (then)
+        hx_setup_push(region->engine, then);
+}
+
+size_t hx_providers_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *spans, size_t n, uint64_t **tags_p)
+{
+    *tags_p = NULL;
+    FOR_EACH_WITH(touching, ep->engine, return p->touching(ep, region, spans, n, tags_p))
+    return 0;
+}
+
+bool hx_providers_hold(hx_endpoint_t *ep, uint64_t tag)
+{
+    FOR_EACH_WITH(holds, ep->engine, return p->holds(ep, tag))
+    return false;
+}
+
+bool hx_providers_idle(hx_endpoint_t *ep)
+{
+    bool idle = true;
+    FOR_EACH_WITH(idle, ep->engine, idle &= p->idle(ep))
+    return idle;
+}
+
+void hx_providers_recall(hx_endpoint_t *ep)
+{
+    FOR_EACH_WITH(recall, ep->engine, p->recall(ep))
+}
+
+void hx_providers_release(hx_endpoint_t *ep)
+{
+    FOR_EACH_WITH(release, ep->engine, p->release(ep))
+}
+
+void hx_providers_forget(hx_endpoint_t *ep)
+{
+    FOR_EACH_WITH(forget, ep->engine, p->forget(ep))
+}
+
+void hx_providers_send_raw(hx_op_t *op)
+{
+    FOR_EACH_WITH(send_raw, op->ep->engine, p->send_raw(op))
+}
+
+void hx_providers_introduce(hx_engine_t *engine, void (*say)(void *to, const char *name, const uint8_t *body, size_t n),
+                            void *to)
+{
+    FOR_EACH_WITH(introduce, engine, {
+        uint8_t body[512];
+        say(to, p->name, body, p->introduce(engine, state, body, sizeof body));
+    })
+}
+
+bool hx_providers_meet(hx_endpoint_t *ep, const char *name, size_t name_len, const uint8_t *body, size_t n)
+{
+    FOR_EACH_WITH(meet, ep->engine, {
+        if (strlen(p->name) == name_len && !memcmp(p->name, name, name_len))
+            return p->meet(ep, state, body, n);
+    })
+    return true;
+}
+
+void hx_providers_proven(hx_endpoint_t *ep, uint64_t arg)
+{
+    FOR_EACH_WITH(proven, ep->engine, p->proven(ep, arg))
+}
+
+bool hx_providers_one_sided(const hx_engine_t *engine)
+{
+    FOR_EACH_WITH(touching, engine, return true)
+    return false;
 }

@@ -9,7 +9,7 @@
 
 #include "core.h"
 
-#define HX_PROVIDER_ABI 1
+#define HX_PROVIDER_ABI 2
 
 /* Answers of prepare() and copy() beside hx_status_t: not now; hx_sched_kick() says when to try again. */
 #define HX_AGAIN ((hx_status_t) - 1)
@@ -17,9 +17,13 @@
 struct hx_provider {
     uint32_t abi;
     const char *name;
+    uint32_t transport; /* hx_transport_t */
+    bool orders_after;  /* knows what hx_post_t.after means */
     /* Can it work on this machine? `text`: one line, why not and what would bring it. */
     hx_status_t (*probe)(char text[HX_TEXT_MAX]);
-    hx_status_t (*open)(hx_engine_t *engine, void **state_p);
+    hx_status_t (*open)(hx_engine_t *engine, void **state_p, char text[HX_TEXT_MAX]);
+    /* Joins its threads, once every operation has been told to end; then free. */
+    void (*stop)(hx_engine_t *engine, void *state);
     void (*close)(hx_engine_t *engine, void *state);
     /* Does it reach this pair? HX_OK, or HX_ERR_NO_PATH with the reason. `local` may be NULL. */
     hx_status_t (*route)(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
@@ -30,7 +34,30 @@ struct hx_provider {
     /* Periodic, on the control thread while something is pending; answers when it wants to be called next (0:
      * whenever). */
     uint64_t (*tick)(hx_engine_t *engine, void *state, uint64_t now_ns);
-    /* Copy threads only. */
+    /* ---- for a provider whose library works by itself; each may be NULL ---- */
+    /* Something happened that an operation may wait for: a cancel, a loss, a region. */
+    void (*kick)(hx_engine_t *engine, void *state);
+    /* The library must know this region: answer with hx_region_adopted, from any thread. */
+    void (*adopt)(hx_engine_t *engine, void *state, hx_region_t *region);
+    /* Its adoption is over: set it to HX_ADOPT_NONE when the library has forgotten it, and wake the control thread. */
+    void (*withdraw)(hx_engine_t *engine, void *state, hx_region_t *region);
+    /* Likewise of a region that is going away now; `then` (may be NULL) runs after it. */
+    void (*disown)(hx_engine_t *engine, void *state, hx_region_t *region, hx_job_t *then);
+    /* Which operations of this endpoint, with the library now, touch one of these spans of the peer's region (n pairs (offset,
+     * end), sorted, apart)? Their tags, to be freed; and whether one of them is still there. */
+    size_t (*touching)(hx_endpoint_t *ep, uint64_t region, const uint64_t *spans, size_t n, uint64_t **tags_p);
+    bool (*holds)(hx_endpoint_t *ep, uint64_t tag);
+    void (*recall)(
+        hx_endpoint_t *ep);          /* take back what is with the library; other peers' and permitted rows go again */
+    bool (*idle)(hx_endpoint_t *ep); /* nothing of it is with the library */
+    /* What the peer must be told, and what it told us (control thread). */
+    size_t (*introduce)(hx_engine_t *engine, void *state, uint8_t *out, size_t max);
+    bool (*meet)(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n);
+    void (*proven)(hx_endpoint_t *ep, uint64_t arg); /* the peer answered a ping that carried `arg` */
+    void (*release)(hx_endpoint_t *ep);              /* nothing will be posted to it any more */
+    void (*forget)(hx_endpoint_t *ep);               /* nobody has a handle to it any more */
+    void (*send_raw)(hx_op_t *op); /* the note of an operation whose bytes have landed, to a raw endpoint */
+    /* ---- copy threads only ---- */
     hx_status_t (*prepare)(hx_op_t *op);
     /* Moves batch->first forward as it goes; on HX_AGAIN the rest of the batch is tried later. */
     hx_status_t (*copy)(hx_op_t *op, hx_batch_t *batch, unsigned slot, int *errno_p);
@@ -39,8 +66,30 @@ struct hx_provider {
 /* The provider that carries a transfer of this endpoint between the two regions, or NULL with the reason. */
 const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
                                        char text[HX_TEXT_MAX]);
-hx_status_t hx_providers_open(hx_engine_t *engine);
+hx_status_t hx_providers_open(hx_engine_t *engine, char text[HX_TEXT_MAX]);
+void hx_providers_stop(hx_engine_t *engine);
 void hx_providers_close(hx_engine_t *engine);
+void hx_providers_kick(hx_engine_t *engine);
+/* True: somebody has taken it, and hx_region_adopted will follow. */
+bool hx_providers_adopt(hx_region_t *region);
+void hx_region_adopted(hx_region_t *region, uint64_t when, const char *obstacle);
+void hx_providers_withdraw(hx_region_t *region);
+void hx_providers_disown(hx_region_t *region, hx_job_t *then);
+size_t hx_providers_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *spans, size_t n, uint64_t **tags_p);
+bool hx_providers_hold(hx_endpoint_t *ep, uint64_t tag);
+bool hx_providers_idle(hx_endpoint_t *ep);
+void hx_providers_recall(hx_endpoint_t *ep);
+void hx_providers_release(hx_endpoint_t *ep);
+void hx_providers_forget(hx_endpoint_t *ep);
+void hx_providers_send_raw(hx_op_t *op);
+/* What each has to say to peers, one call for each that has something: name and bytes. */
+void hx_providers_introduce(hx_engine_t *engine, void (*say)(void *to, const char *name, const uint8_t *body, size_t n),
+                            void *to);
+/* False: malformed. A provider that this engine has not opened is not interested. */
+bool hx_providers_meet(hx_endpoint_t *ep, const char *name, size_t name_len, const uint8_t *body, size_t n);
+void hx_providers_proven(hx_endpoint_t *ep, uint64_t arg);
+/* Can a peer write our memory over one of them without our help? */
+bool hx_providers_one_sided(const hx_engine_t *engine);
 uint64_t hx_providers_tick(hx_engine_t *engine, uint64_t now_ns);
 
 /* provider_fault.c stands in front of whichever provider was chosen when the engine has a fault plan.
@@ -49,5 +98,6 @@ bool hx_fault_submit(hx_op_t *op);
 uint64_t hx_fault_tick(hx_engine_t *engine, uint64_t now_ns);
 
 extern const hx_provider_t hx_provider_shm;
+extern const hx_provider_t hx_provider_hixl;
 
 #endif

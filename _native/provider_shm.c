@@ -41,7 +41,9 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
 {
     (void)local;
     const char *why = NULL;
-    if (!ep->local || !ep->mine || !ep->theirs)
+    if (remote->kind == HX_KIND_DEVICE || (local && local->kind == HX_KIND_DEVICE))
+        why = "NPU memory cannot be reached by the CPU";
+    else if (!ep->local || !ep->mine || !ep->theirs)
         why = "the control link is TCP: the peer may be on another host, and this build carries bulk data on "
               "one host only";
     else if (remote->kind == HX_KIND_LAYOUT)
@@ -302,6 +304,7 @@ static bool try_inline(hx_op_t *op)
 const hx_provider_t hx_provider_shm = {
     .abi = HX_PROVIDER_ABI,
     .name = "shm",
+    .transport = HX_TRANSPORT_SHM,
     .probe = probe,
     .route = route,
     .try_inline = try_inline,

@@ -9,7 +9,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 
-#include "core.h"
+#include "provider.h"
 #include "sys.h"
 
 static hx_region_t *region_new(hx_engine_t *engine, uint32_t kind, uint64_t nbytes, uint32_t access)
@@ -37,13 +37,22 @@ static hx_region_t *region_new(hx_engine_t *engine, uint32_t kind, uint64_t nbyt
     return region;
 }
 
+/* False: its last reference is being dropped right now. */
+static bool try_ref(hx_region_t *region)
+{
+    uint32_t refs = atomic_load(&region->refs);
+    while (refs)
+        if (atomic_compare_exchange_weak(&region->refs, &refs, refs + 1))
+            return true;
+    return false;
+}
+
 typedef struct {
     hx_job_t job;
     hx_region_t *region;
 } hx_populate_t;
 
-/* The region and its views have become usable, or never will be. */
-static void settle(hx_region_t *region, int err)
+void hx_region_settle(hx_region_t *region, int err, const char *why)
 {
     hx_engine_t *engine = region->engine;
     uint32_t pending = HX_REGION_PENDING;
@@ -53,7 +62,59 @@ static void settle(hx_region_t *region, int err)
                      .token = region->id,
                      .status = err ? HX_ERR_REGION_CLOSED : HX_OK,
                      .sys_errno = err};
-    hx_event_emit(engine, ev, NULL, 0, NULL, 0);
+    hx_event_emit(engine, ev, NULL, 0, why, why ? strlen(why) : 0);
+    atomic_store(&engine->control.rescan, true);
+    hx_control_wake(engine); /* it announces regions that have become ready */
+    hx_sched_kick(engine);
+}
+
+/* Its memory is there; a provider's library may have to hear of it first. */
+static void memory_ready(hx_region_t *region)
+{
+    if (!hx_providers_adopt(region))
+        hx_region_settle(region, 0, NULL);
+}
+
+void hx_region_adopted(hx_region_t *region, uint64_t when, const char *obstacle)
+{
+    hx_engine_t *engine = region->engine;
+    /* Without its provider this memory is of no use; other memory may have another path. */
+    bool fatal = obstacle && (region->kind == HX_KIND_DEVICE || !(engine->config.transports & HX_TRANSPORT_SHM));
+    region->obstacle = obstacle ? strdup(obstacle) : NULL;
+    atomic_store(&region->adopted, obstacle ? 0 : when);
+    atomic_store(&region->adoption, obstacle ? HX_ADOPT_NONE : HX_ADOPT_HELD);
+    hx_region_settle(region, fatal ? EINVAL : 0, obstacle);
+    hx_region_unref(region);
+}
+
+/* A view is either found here, or finds its parent populated; never both. */
+static void settle_family(hx_region_t *region, int err)
+{
+    hx_engine_t *engine = region->engine;
+    hx_region_t **views = NULL;
+    size_t n = 0, count = 0;
+    pthread_mutex_lock(&engine->regions_mu);
+    region->populated = err ? -1 : 1;
+    for (hx_region_t *r = engine->regions; r; r = r->next)
+        count += r->parent == region;
+    if (count)
+        views = hx_alloc(count * sizeof *views);
+    for (hx_region_t *r = engine->regions; r; r = r->next)
+        if (r->parent == region && try_ref(r))
+            views[n++] = r;
+    pthread_mutex_unlock(&engine->regions_mu);
+    if (err)
+        hx_region_settle(region, err, NULL);
+    else
+        memory_ready(region);
+    for (size_t i = 0; i < n; i++) {
+        if (err)
+            hx_region_settle(views[i], err, NULL);
+        else
+            memory_ready(views[i]);
+        hx_region_unref(views[i]);
+    }
+    free(views);
 }
 
 static void populate(hx_job_t *job)
@@ -78,16 +139,7 @@ static void populate(hx_job_t *job)
     }
     if (atomic_load(&engine->stopping) && !err)
         err = ECANCELED;
-    /* Under the lock: a view is either found here, or finds its parent settled; never both. */
-    pthread_mutex_lock(&engine->regions_mu);
-    settle(region, err);
-    for (hx_region_t *r = engine->regions; r; r = r->next)
-        if (r->parent == region)
-            settle(r, err);
-    pthread_mutex_unlock(&engine->regions_mu);
-    atomic_store(&engine->control.rescan, true);
-    hx_control_wake(engine); /* it announces regions that have become ready */
-    hx_sched_kick(engine);
+    settle_family(region, err);
     hx_region_unref(region);
 }
 
@@ -152,11 +204,13 @@ hx_status_t hx_region_view(hx_region_t *parent, uint64_t offset, uint64_t nbytes
     region->memfd = parent->memfd;
     pthread_mutex_lock(&engine->regions_mu);
     region->parent = parent;
-    uint32_t state = atomic_load(&parent->state);
-    bool settled = state != HX_REGION_PENDING;
+    int populated = parent->populated;
     pthread_mutex_unlock(&engine->regions_mu);
-    if (settled)
-        settle(region, state == HX_REGION_READY ? 0 : ECANCELED);
+    uint32_t state = atomic_load(&parent->state);
+    if (populated < 0 || (populated && (state == HX_REGION_FAILED || state == HX_REGION_CLOSING)))
+        hx_region_settle(region, ECANCELED, NULL);
+    else if (populated)
+        memory_ready(region);
     *region_p = region;
     return HX_OK;
 }
@@ -172,7 +226,27 @@ hx_status_t hx_region_register(hx_engine_t *engine, void *addr, uint64_t nbytes,
     if (!region)
         return HX_ERR_NO_MEMORY;
     region->base = addr;
-    atomic_store(&region->state, HX_REGION_READY);
+    if (!hx_providers_adopt(region))
+        atomic_store(&region->state, HX_REGION_READY);
+    *region_p = region;
+    return HX_OK;
+}
+
+hx_status_t hx_region_device(hx_engine_t *engine, uint64_t addr, uint64_t nbytes, uint32_t access,
+                             hx_region_t **region_p)
+{
+    if (!nbytes || nbytes > INT64_MAX || addr > UINT64_MAX - nbytes)
+        return HX_ERR_CONFIG;
+    if (atomic_load(&engine->stopping))
+        return HX_ERR_CLOSED;
+    hx_region_t *region = region_new(engine, HX_KIND_DEVICE, nbytes, access);
+    if (!region)
+        return HX_ERR_NO_MEMORY;
+    region->base = (uint8_t *)(uintptr_t)addr; /* NULL: whoever adopts it brings the memory */
+    if (!hx_providers_adopt(region)) {
+        hx_region_unref(region);
+        return HX_ERR_NO_PATH;
+    }
     *region_p = region;
     return HX_OK;
 }
@@ -220,6 +294,16 @@ void *hx_region_addr(const hx_region_t *region)
     return region->base;
 }
 
+bool hx_region_is_ready(const hx_region_t *region)
+{
+    return atomic_load(&region->state) == HX_REGION_READY;
+}
+
+uint32_t hx_region_kind(const hx_region_t *region)
+{
+    return region->kind;
+}
+
 uint64_t hx_region_id(const hx_region_t *region)
 {
     return region->id;
@@ -265,7 +349,7 @@ void hx_region_unref(hx_region_t *region)
 {
     if (!region || atomic_fetch_sub(&region->refs, 1) != 1)
         return;
-    bool mapped = !region->parent && region->map_len;
+    bool mapped = !region->parent && region->kind == HX_KIND_MEMFD;
     if (hx_in_child(region->engine)) {
         /* Its engine's locks may be held for ever here, and its thread is not there: only the memory is given back. */
         if (mapped)
@@ -273,16 +357,21 @@ void hx_region_unref(hx_region_t *region)
         return;
     }
     unlink_region(region);
-    if (region->parent)
-        hx_region_unref(region->parent);
+    hx_unmap_t *u = NULL;
     if (mapped) {
         close(region->memfd);
         /* Unmapping gigabytes takes a tenth of a second: not in whichever thread drops the last reference. */
-        hx_unmap_t *u = hx_alloc(sizeof *u);
+        u = hx_alloc(sizeof *u);
         *u = (hx_unmap_t){{NULL, unmap}, region->base, region->map_len};
-        hx_setup_push(region->engine, &u->job);
     }
+    if (atomic_load(&region->adoption) == HX_ADOPT_HELD)
+        hx_providers_disown(region, u ? &u->job : NULL);
+    else if (u)
+        hx_setup_push(region->engine, &u->job);
+    if (region->parent)
+        hx_region_unref(region->parent);
     hx_standing_free(region);
+    free(region->obstacle);
     free(region->name);
     free(region->blob);
     free(region);

@@ -11,12 +11,14 @@
 #include <string.h>
 
 #include "link.h"
+#include "provider.h"
 
 struct hx_revoke {
     hx_revoke_t *next;
     hx_region_t *region; /* owned reference */
     uint64_t token, deadline_ns, local_deadline_ns;
     bool deregister, one_peer, answered;
+    bool told; /* peers knew of the region */
     uint8_t incarnation[HX_INCARNATION_LEN];
     size_t n;
     uint64_t spans[];
@@ -39,6 +41,10 @@ static void send_spans(hx_endpoint_t *ep, hx_frame_type_t type, uint64_t region,
             seq = ++ep->revoke_seq;
             if (ep->theirs)
                 hx_page_set_revoke_seq(ep->theirs, seq);
+            if (ep->acks && !hx_acks_expect(ep, seq, region, spans + 2 * at, k)) {
+                hx_endpoint_lose(ep, HX_ERR_PEER_LOST, "it acknowledges no revocation");
+                return;
+            }
         }
         if (ep->link)
             hx_link_send(ep->link, type, seq, parts, 2, -1);
@@ -76,6 +82,7 @@ void hx_revoke_start(hx_engine_t *engine, hx_command_t *cmd)
     for (hx_endpoint_t *ep = engine->control.endpoints; ep && rv->region->announced; ep = ep->next)
         if (!ep->fenced && concerns(ep, rv->one_peer, rv->incarnation))
             send_spans(ep, HX_F_REVOKE, rv->region->id, rv->spans, rv->n);
+    rv->told = rv->region->announced;
     if (rv->deregister)
         withdraw(engine, rv->region);
     rv->next = engine->control.revokes;
@@ -102,15 +109,18 @@ void hx_revoke_grant(hx_engine_t *engine, const hx_command_t *cmd)
 /* Bytes that some peer holds. `held`: room for the n spans concerned, whose number is answered in *nheld_p. */
 static uint64_t pinned(hx_engine_t *engine, const hx_revoke_t *rv, uint64_t *held, size_t *nheld_p)
 {
-    uint64_t total = 0;
+    uint64_t total = 0, now = hx_now_ns();
     *nheld_p = 0;
     for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next) {
-        if (!ep->theirs || !concerns(ep, rv->one_peer, rv->incarnation) || !hx_page_busy(ep->theirs) ||
-            hx_endpoint_process_gone(ep))
+        bool copying = ep->theirs && hx_page_busy(ep->theirs);
+        bool writing = ep->acks && rv->told;
+        if (!concerns(ep, rv->one_peer, rv->incarnation) || (!copying && !writing) || hx_endpoint_process_gone(ep))
             continue;
         for (size_t i = 0; i < rv->n; i++) {
             uint64_t off = rv->spans[2 * i], end = off + rv->spans[2 * i + 1];
-            uint64_t n = hx_page_overlap(ep->theirs, rv->region->id, off, end);
+            uint64_t n = copying ? hx_page_overlap(ep->theirs, rv->region->id, off, end) : 0;
+            if (!n && writing)
+                n = hx_acks_held(ep, rv->region->id, off, end, now);
             if (!n)
                 continue;
             total += n;
@@ -131,20 +141,31 @@ static void answer(hx_engine_t *engine, const hx_revoke_t *rv, hx_status_t statu
     hx_event_emit(engine, ev, NULL, 0, held, nheld * 16);
 }
 
+/* Once nobody uses the memory, the provider's library has to forget it: only then may it go back to its owner. */
+static bool leaving(const hx_revoke_t *rv)
+{
+    hx_region_t *region = rv->region;
+    if (!rv->deregister)
+        return false;
+    if (atomic_load(&region->adoption) == HX_ADOPT_HELD)
+        hx_providers_withdraw(region);
+    return atomic_load(&region->adoption) != HX_ADOPT_NONE;
+}
+
 /* True when it is over. */
 static bool step(hx_engine_t *engine, hx_revoke_t *rv, uint64_t now)
 {
     size_t nheld;
     uint32_t busy = rv->deregister ? atomic_load(&rv->region->busy) : 0;
     uint64_t n = pinned(engine, rv, NULL, &nheld);
-    if (!n && !busy) {
+    if (!n && !busy && !leaving(rv)) {
         answer(engine, rv, HX_OK, 0, NULL, 0);
         return true;
     }
     if (!rv->answered && ((n && now >= rv->deadline_ns) || now >= rv->local_deadline_ns)) {
         uint64_t *held = hx_alloc(rv->n * 16 + 1);
         n = pinned(engine, rv, held, &nheld);
-        if (busy && !n) {
+        if (!n) {
             nheld = rv->n; /* our own transfers: their spans are not told apart */
             memcpy(held, rv->spans, rv->n * 16);
             n = rv->region->nbytes;
@@ -182,6 +203,9 @@ void hx_revoke_poll(hx_engine_t *engine, uint64_t now)
 int hx_revoke_timeout_ms(hx_engine_t *engine)
 {
     int ms = -1;
+    for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next)
+        if (ep->owed.head && atomic_load(&ep->state) == HX_EP_UP)
+            ms = 1; /* what it waits for is with a library, whose completion also wakes us */
     for (hx_revoke_t *rv = engine->control.revokes; rv; rv = rv->next) {
         int want = rv->answered ? 20 : 1;
         if (ms < 0 || want < ms)
@@ -196,6 +220,10 @@ void hx_revoke_abort(hx_engine_t *engine)
         engine->control.revokes = rv->next;
         size_t nheld;
         uint64_t n = pinned(engine, rv, NULL, &nheld);
+        /* A call of a library's that did not return: what it holds, it holds. */
+        if (!n && engine->abandoned &&
+            (atomic_load(&rv->region->busy) || atomic_load(&rv->region->adoption) != HX_ADOPT_NONE))
+            n = rv->region->nbytes;
         if (!rv->answered || !n)
             answer(engine, rv, n ? HX_ERR_PINNED : HX_OK, n, rv->spans, n ? rv->n : 0);
         end(rv);

@@ -8,6 +8,7 @@
 #include <linux/futex.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 bool hx_ring_init(hx_ring_t *ring, uint32_t capacity)
@@ -129,9 +130,20 @@ void hx_bell_ring(hx_bell_t *bell, int wake)
         syscall(SYS_futex, &bell->count, FUTEX_WAKE_PRIVATE, wake, NULL, NULL, 0);
 }
 
-void hx_bell_wait(hx_bell_t *bell, uint32_t seen)
+static void wait_for(hx_bell_t *bell, uint32_t seen, const struct timespec *patience)
 {
     atomic_fetch_add(&bell->sleepers, 1);
-    syscall(SYS_futex, &bell->count, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    syscall(SYS_futex, &bell->count, FUTEX_WAIT_PRIVATE, seen, patience, NULL, 0);
     atomic_fetch_sub(&bell->sleepers, 1);
+}
+
+void hx_bell_wait(hx_bell_t *bell, uint32_t seen)
+{
+    wait_for(bell, seen, NULL);
+}
+
+void hx_bell_wait_ns(hx_bell_t *bell, uint32_t seen, uint64_t ns)
+{
+    struct timespec patience = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
+    wait_for(bell, seen, &patience);
 }

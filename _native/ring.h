@@ -55,5 +55,6 @@ typedef struct {
 uint32_t hx_bell_read(hx_bell_t *bell);
 void hx_bell_ring(hx_bell_t *bell, int wake); /* wakes at most `wake` sleepers */
 void hx_bell_wait(hx_bell_t *bell, uint32_t seen);
+void hx_bell_wait_ns(hx_bell_t *bell, uint32_t seen, uint64_t ns); /* at most so long */
 
 #endif

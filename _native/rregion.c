@@ -239,5 +239,6 @@ void hx_rregion_unref(hx_rregion_t *r)
         munmap(r->map, r->map_len);
         atomic_fetch_sub(&r->engine->mappings, 1);
     }
+    free(r->name);
     free(r);
 }

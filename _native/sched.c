@@ -14,7 +14,7 @@
 
 #define BATCH_DESCS 4096
 
-static void opq_push(hx_opq_t *q, hx_op_t *op)
+void hx_opq_push(hx_opq_t *q, hx_op_t *op)
 {
     op->next = NULL;
     if (q->tail)
@@ -24,7 +24,7 @@ static void opq_push(hx_opq_t *q, hx_op_t *op)
     q->tail = op;
 }
 
-static hx_op_t *opq_pop(hx_opq_t *q)
+hx_op_t *hx_opq_pop(hx_opq_t *q)
 {
     hx_op_t *op = q->head;
     if (op) {
@@ -65,7 +65,7 @@ static hx_endpoint_t *next_active(hx_sched_t *s)
 static void enqueue(hx_sched_t *s, hx_op_t *op)
 {
     op->queued = true;
-    opq_push(&op->ep->runq, op);
+    hx_opq_push(&op->ep->runq, op);
     activate(s, op->ep);
 }
 
@@ -81,7 +81,7 @@ static void block(hx_sched_t *s, hx_op_t *op, uint32_t kicks)
         ep->blocked_next = s->blocked_head;
         s->blocked_head = ep;
     }
-    opq_push(&ep->blocked, op);
+    hx_opq_push(&ep->blocked, op);
 }
 
 /* Moves every blocked operation back; they are few, and each looks again at what it waits for. */
@@ -90,7 +90,7 @@ static void unblock_all(hx_sched_t *s)
     hx_endpoint_t *ep;
     while ((ep = s->blocked_head)) {
         s->blocked_head = ep->blocked_next;
-        for (hx_op_t *op; (op = opq_pop(&ep->blocked));) {
+        for (hx_op_t *op; (op = hx_opq_pop(&ep->blocked));) {
             op->blocked = false;
             enqueue(s, op);
         }
@@ -102,13 +102,10 @@ static bool exhausted(const hx_op_t *op)
     return op->cursor >= op->ndescs && !op->nretry;
 }
 
-/* Takes the next batch of at most `chunk` bytes off the operation. */
-static hx_batch_t claim(hx_op_t *op, uint64_t chunk)
+hx_batch_t hx_op_claim(hx_op_t *op, uint64_t nbytes)
 {
-    if (op->nretry)
-        return op->retry[--op->nretry];
     hx_batch_t b = {.first = op->cursor, .first_off = op->cursor_off};
-    uint64_t budget = chunk;
+    uint64_t budget = nbytes;
     size_t limit = op->cursor + BATCH_DESCS;
     while (op->cursor < op->ndescs && budget && op->cursor < limit) {
         uint64_t left = op->descs[op->cursor].nbytes - op->cursor_off;
@@ -142,7 +139,7 @@ static hx_step_t pick(hx_engine_t *engine, hx_op_t **op_p, hx_batch_t *batch)
         unblock_all(s);
     }
     while ((ep = next_active(s))) {
-        hx_op_t *op = opq_pop(&ep->runq);
+        hx_op_t *op = hx_opq_pop(&ep->runq);
         if (!op)
             continue;
         if (ep->runq.head)
@@ -166,7 +163,7 @@ static hx_step_t pick(hx_engine_t *engine, hx_op_t **op_p, hx_batch_t *batch)
             continue;
         }
         op->again = false;
-        *batch = claim(op, engine->config.chunk);
+        *batch = op->nretry ? op->retry[--op->nretry] : hx_op_claim(op, engine->config.chunk);
         op->running++;
         if (!exhausted(op))
             enqueue(s, op);
@@ -296,6 +293,7 @@ void hx_sched_kick(hx_engine_t *engine)
 {
     atomic_fetch_add(&engine->sched.kicks, 1);
     hx_bell_ring(&engine->sched.bell, 1);
+    hx_providers_kick(engine);
 }
 
 hx_status_t hx_sched_start(hx_engine_t *engine)

@@ -18,6 +18,7 @@ from aiohixl.errors import (
     PeerLostError,
     PeerMismatchError,
     PeerUnreachableError,
+    ProviderError,
     QueueFullError,
     RegionError,
     RegionPinnedError,
@@ -31,8 +32,11 @@ from aiohixl.events import Event
 from aiohixl.kv import KVLayout
 from aiohixl.kvcache import KVCache, RemoteKV
 from aiohixl.notes import Note
-from aiohixl.peer import Peer, Route
+from aiohixl.notifies import Notify
+from aiohixl.peer import Peer
+from aiohixl.rawpeer import RawPeer
 from aiohixl.region import Region, RemoteRegion, Span
+from aiohixl.remote import Route
 from aiohixl.stream import KVStream
 from aiohixl.transfer import Transfer, wait_all
 
@@ -50,12 +54,15 @@ __all__ = [
     "KVLayout",
     "KVStream",
     "Note",
+    "Notify",
     "Peer",
     "PeerError",
     "PeerLostError",
     "PeerMismatchError",
     "PeerUnreachableError",
+    "ProviderError",
     "QueueFullError",
+    "RawPeer",
     "Region",
     "RegionError",
     "RegionPinnedError",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of the native core, ``_native/_core.pyx``. Names, payloads and paths are bytes; the package decodes them."""
 
-from typing import Final, NoReturn, Self, TypeVar, final
+from typing import Final, NoReturn, Self, TypedDict, TypeVar, final, type_check_only
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ ACCESS_WRITE: Final[int]
 KIND_MEMFD: Final[int]
 KIND_FOREIGN: Final[int]
 KIND_LAYOUT: Final[int]
+KIND_DEVICE: Final[int]
 # The first item of what `Engine.next_event` answers.
 EV_PEER_UP: Final[int]
 EV_PEER_READY: Final[int]
@@ -29,6 +30,12 @@ EV_NOTE: Final[int]
 EV_REGION_READY: Final[int]
 EV_DONE: Final[int]
 EV_REFUSED: Final[int]
+EV_COPIED: Final[int]
+EV_NOTIFY: Final[int]
+EV_WARNING: Final[int]
+# Bits of an engine's `transports`.
+TRANSPORT_SHM: Final[int]
+TRANSPORT_HIXL: Final[int]
 FAULT_ACTIONS: Final[dict[str, int]]
 # Bytes.
 NAME_MAX: Final[int]
@@ -50,6 +57,17 @@ class StatusError(Exception):
 
 def statuses() -> dict[int, str]: ...
 def providers() -> list[dict[str, str | bool]]: ...
+def hixl_probe(binding: bytes, library: bytes | None = None) -> tuple[bool, str]: ...
+
+@type_check_only
+class _Hixl(TypedDict):
+    binding: bytes
+    library: bytes | None
+    local: bytes
+    link: bytes
+    device: int
+    busy_poll_ns: int
+    options: list[tuple[bytes, bytes]]
 
 @final
 class Engine:
@@ -65,13 +83,15 @@ class Engine:
         options: dict[str, int] | None = None,
         # (nth, action, status, delay in nanoseconds)
         faults: list[tuple[int, int, int, int]] | None = None,
+        transports: int = 1,
+        hixl: _Hixl | None = None,
     ) -> Self: ...
     @property
     def tcp_port(self) -> int: ...
     def fileno(self) -> int: ...
     def set_epoch(self, epoch: int) -> None: ...
-    # ([(token, status, errno, nbytes, elapsed_ns, index, quiesced)], whether there may be more)
-    def drain(self) -> tuple[list[tuple[int, int, int, int, int, int, int]], bool]: ...
+    # ([(token, status, errno, nbytes, elapsed_ns, index, quiesced, code, detail)], whether there may be more)
+    def drain(self) -> tuple[list[tuple[int, int, int, int, int, int, int, int, str | None]], bool]: ...
     # (kind, status, errno, token, value, endpoint, remote region, name, blob)
     def next_event(
         self,
@@ -87,6 +107,9 @@ class Engine:
         name: bytes | None = None,
         incarnation: bytes | None = None,
     ) -> None: ...
+    # regions: (name, address, length, whether it is an NPU's)
+    def connect_raw(self, token: int, address: bytes, regions: list[tuple[bytes, int, int, bool]]) -> None: ...
+    def expect_notifies(self, change: int) -> None: ...
     def supersede(self, name: bytes, epoch: int) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def stop(self) -> int: ...
@@ -107,6 +130,7 @@ class Region:
         parent: Region | None = None,
         offset: int = 0,
         layout: bool = False,
+        device: bool = False,
     ) -> Self: ...
     readonly: bool
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -120,6 +144,12 @@ class Region:
     def nbytes(self) -> int: ...
     @property
     def id(self) -> int: ...
+    @property
+    def kind(self) -> int: ...
+    @property
+    def is_ready(self) -> bool: ...
+    # `addr`: of host memory, which must stay until EV_COPIED answers `token`.
+    def _copy(self, token: int, offset: int, addr: int, nbytes: int, upload: bool) -> None: ...
     def _announce(self, name: bytes, blob: bytes) -> None: ...
     # `spans`: rows of (offset, nbytes); without an incarnation, for every peer.
     def _revoke(self, incarnation: bytes | None, spans: _Int64s, token: int) -> None: ...
@@ -163,6 +193,10 @@ class Endpoint:
     def inflight(self) -> int: ...
     @property
     def epoch(self) -> int: ...
+    @property
+    def link(self) -> str: ...
+    @property
+    def is_raw(self) -> bool: ...
     def route(self, local: Region, remote: RemoteRegion) -> tuple[str | None, str]: ...
     def expect(self, change: int) -> None: ...
     def close(self) -> None: ...
@@ -177,6 +211,8 @@ class Endpoint:
         rkey: int,
         remote_off: int,
         nbytes: int,
+        # An event of the NPU (aclrtEvent) to wait for, which must live until the transfer has quiesced.
+        after: int = 0,
     ) -> int: ...
     def post(
         self,
@@ -189,4 +225,5 @@ class Endpoint:
         note: bytes | None = None,
         topic: bytes = b"",
         aborted: bool = False,
+        after: int = 0,
     ) -> int: ...

@@ -61,8 +61,10 @@ class BufferInfo:
 def inspect_buffer(obj: object, *, writable: bool = False) -> BufferInfo:
     """Find the memory behind ``obj`` without copying it.
 
-    Takes torch CPU tensors, numpy arrays, anything with the buffer protocol,
-    ``__array_interface__`` or (on the CPU) ``__dlpack__``. The buffer export
+    Takes torch tensors of the CPU and of an Ascend NPU (``device`` is then
+    ``npu:0`` and so on, and ``addr`` of no use to the CPU), numpy arrays,
+    anything with the buffer protocol, ``__array_interface__`` or (on the CPU)
+    ``__dlpack__``. The buffer export
     of a ``bytearray`` or ``mmap`` is held, so that it cannot be resized while
     the result lives; a tensor's storage is held, whatever the tensor is
     pointed at later.
@@ -125,8 +127,8 @@ def _from_protocol(obj: object) -> BufferInfo:
 def _from_tensor(obj: Any) -> BufferInfo:
     shape = tuple(int(n) for n in obj.shape)
     layout = str(getattr(obj, "layout", "strided")).rpartition(".")[2]
-    device = str(obj.device)
-    if device.partition(":")[0] != "cpu":
+    device = _device_of(obj)
+    if device != "cpu" and not device.startswith("npu:"):
         raise _unreachable(obj, device, shape)
     if layout != "strided":
         raise RegionError(
@@ -149,7 +151,15 @@ def _from_tensor(obj: Any) -> BufferInfo:
     except (RuntimeError, NotImplementedError, TypeError) as exc:
         raise RegionError(f"a {_name(obj)} of shape {shape} has no memory of its own: {exc}") from exc
     dtype = str(obj.dtype).rpartition(".")[2]
-    return _build(obj, addr, shape, strides, itemsize, dtype, readonly=False, owner=owner)
+    return _build(obj, addr, shape, strides, itemsize, dtype, readonly=False, owner=owner, device=device)
+
+
+def _device_of(obj: Any) -> str:
+    """``cpu``, ``npu:0``, or whatever else the tensor says."""
+    kind, _, index = str(obj.device).partition(":")
+    if kind == "npu":
+        return f"npu:{index or 0}"
+    return kind if kind == "cpu" else str(obj.device)
 
 
 def _from_array(array: np.ndarray[Any, Any], obj: object, what: str) -> BufferInfo:
@@ -246,6 +256,7 @@ def _build(
     *,
     readonly: bool,
     owner: object,
+    device: str = "cpu",
 ) -> BufferInfo:
     what = f"a {_name(obj)} ({dtype}, shape {shape}, strides {strides} bytes)"
     if itemsize == 0 or 0 in shape:
@@ -262,4 +273,4 @@ def _build(
             extent += (n - 1) * stride
             contiguous = contiguous and stride == expected
             expected *= n
-    return BufferInfo(addr, extent, shape, strides, itemsize, dtype, "cpu", readonly, owner, contiguous)
+    return BufferInfo(addr, extent, shape, strides, itemsize, dtype, device, readonly, owner, contiguous)

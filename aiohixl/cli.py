@@ -54,15 +54,20 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     from aiohixl.demo import needs, report, run
+    from aiohixl.demo.transport import Carrier
 
+    if options.hixl_library is not None and options.transport != "hixl":
+        _say("aiohixl demo: --hixl-library goes with --transport hixl")
+        return 2
+    carrier = Carrier(options.transport, options.hixl_library)
     if not options.synthetic and (absent := needs.missing()):
         _say(needs.how_to_install(absent))
         return 2
     try:
         if options.synthetic:
-            result = run_async(run.run_synthetic(_say))
+            result = run_async(run.run_synthetic(_say, carrier))
         else:
-            result = run_async(run.run_model(options.tokens, _say))
+            result = run_async(run.run_model(options.tokens, _say, carrier))
     except run.ChildError as exc:
         if exc.traceback:
             _say(exc.traceback.rstrip())
@@ -140,6 +145,14 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     demo.add_argument(
         "--tokens", type=_count, default=32, metavar="N", help="tokens to generate (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--transport", choices=("shm", "hixl"), default="shm", help="what carries the cache (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--hixl-library",
+        metavar="DIR",
+        help="where libcann_hixl.so is; default ASCEND_HOME_PATH/lib64 and the loader's path",
     )
 
     rendezvous = command("rendezvous", _rendezvous, "run the HTTP rendezvous where engines find each other")

@@ -18,8 +18,8 @@ from aiohixl import _core
 
 __all__ = ["CompletionQueue", "NativeEvent", "Record", "Sink", "wake"]
 
-#: token, status, errno, nbytes, elapsed_ns, index, quiesced
-Record = tuple[int, int, int, int, int, int, int]
+#: token, status, errno, nbytes, elapsed_ns, index, quiesced, code, detail
+Record = tuple[int, int, int, int, int, int, int, int, str | None]
 #: kind, status, errno, token, value, endpoint, remote region, name, blob
 NativeEvent = tuple[int, int, int, int, int, _core.Endpoint | None, _core.RemoteRegion | None, bytes, bytes]
 

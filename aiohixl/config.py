@@ -7,10 +7,13 @@ import difflib
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from aiohixl.errors import STATUS_ERRORS, ConfigError
+from aiohixl.hixl import OPTIONS as HIXL_OPTIONS
+from aiohixl.hixl import HixlConfig
 
 __all__ = ["FAULT_ACTIONS", "TRANSPORTS", "EngineConfig", "Fault", "parse_host_port"]
 
@@ -20,7 +23,7 @@ TRANSPORTS = {
     "shm": "",
     "tcp": "this version carries bulk data on one host only; a TCP address carries control links and notes",
     "verbs": "this version has no RDMA provider",
-    "hixl": "this version has no Ascend provider",
+    "hixl": "",
 }
 
 FAULT_ACTIONS = ("delay", "fail", "stall", "wedge", "die")
@@ -66,12 +69,24 @@ class EngineConfig:
     stall_timeout: float = 30.0
     cancel_grace: float = 1.0
     handshake_timeout: float = 5.0
+    npu_id: int | None = None
+    link: str = "auto"
+    traffic_class: int | None = None
+    service_level: int | None = None
+    buffer_pool: str | tuple[int, int] | None = None
+    fabric_mem: bool = False
+    hixl_options: Mapping[str, Any] | None = None
+    hixl_address: str | None = None
+    hixl_library: str | None = None
+    busy_poll: float = 0.0
     faults: tuple[Fault, ...] = ()
+    #: What the options for HIXL come to; None: this engine has no NPU.
+    hixl: HixlConfig | None = field(default=None, init=False)
 
     @classmethod
     def build(cls, name: object, options: dict[str, object]) -> EngineConfig:
         """Validate; an option that does not exist is a `ConfigError` that names the nearest one."""
-        known = [f.name for f in fields(cls) if f.name != "name"]
+        known = [f.name for f in fields(cls) if f.init and f.name != "name"]
         for key in options:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
@@ -91,7 +106,28 @@ class EngineConfig:
             values["advertise"] = advertise[1:-1]  # as in a URL, which is where it goes
         config = cls(name, **values)  # type: ignore[arg-type]  # _check() looks at each
         config._check()
+        object.__setattr__(config, "hixl", config._hixl(options))
         return config
+
+    def _hixl(self, options: dict[str, object]) -> HixlConfig | None:
+        given = {key: options[key] for key in HIXL_OPTIONS if key in options}
+        defaults = {f.name: f.default for f in fields(self)}
+        # A default that is spelled out asks for nothing: no NPU is opened for it.
+        asked = [key for key, value in given.items() if not _is_same(value, defaults[key])]
+        if "hixl" not in self.transports and not ("auto" in self.transports and asked):
+            if asked:
+                raise ConfigError(
+                    f"{asked[0]}: an option of the transport 'hixl', which is not among transports "
+                    f"{list(self.transports)}: name it there, or leave the option out"
+                )
+            return None
+        return HixlConfig.build(given)
+
+    @property
+    def transport_names(self) -> tuple[str, ...]:
+        """The transports that carry bulk data, by their own names."""
+        shm = "auto" in self.transports or "shm" in self.transports
+        return (*(("shm",) if shm else ()), *(("hixl",) if self.hixl is not None else ()))
 
     def _check(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -171,6 +207,12 @@ class EngineConfig:
         if self.max_mappings is not None:
             out["max_mappings"] = self.max_mappings
         return out
+
+
+def _is_same(value: object, default: object) -> bool:
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
+    return type(value) is type(default) and value == default
 
 
 def _encodes(text: str) -> bool:

@@ -20,11 +20,15 @@ from aiohixl.errors import (
     PeerMismatchError,
     PeerUnreachableError,
     RendezvousError,
+    TransferError,
     make_error,
     with_data,
 )
+from aiohixl.hixl import code_in
 from aiohixl.offloop import resolve
-from aiohixl.peer import Peer, unreachable
+from aiohixl.peer import Peer
+from aiohixl.rawpeer import RawPeer
+from aiohixl.remote import RemoteEngine
 
 __all__ = ["Connector"]
 
@@ -41,13 +45,13 @@ class Connector:
         self._handshake_timeout = handshake_timeout
         self._by_address: dict[str, asyncio.Task[Peer]] = {}
         self._awaiting: dict[asyncio.Task[Peer], int] = {}
-        self._connecting: dict[int, asyncio.Future[Peer]] = {}
+        self._connecting: dict[int, asyncio.Future[Any]] = {}
         self._closing = False
         self.client: Any = None
 
     # ---- what the native side answers ----
 
-    def answered(self, token: int, peer: Peer) -> bool:
+    def answered(self, token: int, peer: RemoteEngine) -> bool:
         """False: whoever asked for it has gone."""
         future = self._connecting.get(token)
         if future is None or future.done():
@@ -60,6 +64,38 @@ class Connector:
         if future is not None and not future.done():
             name = self._queue.statuses[status]
             future.set_exception(make_error(name, text, native_status=name, native_errno=sys_errno))
+
+    # ---- engines that are not ours ----
+
+    async def connect_raw(
+        self,
+        address: str,
+        regions: list[tuple[bytes, int, int, bool]],
+        timeout: float,  # noqa: ASYNC109 - told in the error
+    ) -> RawPeer:
+        """See `Engine.connect_raw`."""
+        queue = self._queue
+        token = queue.new_token()
+        future: asyncio.Future[RawPeer] = queue.loop.create_future()
+        self._connecting[token] = future
+        try:
+            self._core.connect_raw(token, address.encode(), regions)
+            async with asyncio.timeout(timeout):
+                return await future
+        except TimeoutError:
+            raise PeerUnreachableError(f"connect_raw to {address!r}: HIXL did not connect in {timeout} s") from None
+        except (PeerUnreachableError, TransferError) as exc:
+            text = f"connect_raw to {address!r}: {exc}; is HIXL listening there, and on a link that both have?"
+            raise with_data(PeerUnreachableError(text), code=code_in(str(exc))) from None
+        except _core.StatusError as exc:
+            status = queue.statuses[exc.status]
+            raise make_error(status, f"connect_raw to {address!r} is not possible: {status.lower()}") from None
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().drop()  # answered in the same turn: nobody will own it
+            raise
+        finally:
+            self._connecting.pop(token, None)
 
     def cancel(self) -> None:
         """The engine is closing."""
@@ -104,7 +140,7 @@ class Connector:
             if failed and self._by_address.get(target) is task:  # somebody may be trying again already
                 del self._by_address[target]
 
-    def forget(self, lost: Peer) -> None:
+    def forget(self, lost: RemoteEngine) -> None:
         for target, task in list(self._by_address.items()):
             if task.done() and not task.cancelled() and task.exception() is None and task.result() is lost:
                 del self._by_address[target]
@@ -222,3 +258,8 @@ class Connector:
             raise
         finally:
             self._connecting.pop(token, None)
+
+
+def unreachable(target: str, tried: list[str]) -> PeerUnreachableError:
+    what = "; ".join(tried) if tried else "it has no address that can be tried from here"
+    return PeerUnreachableError(f"cannot connect to {target}: {what}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import functools
 import secrets
 import sys
 import traceback
@@ -14,11 +14,12 @@ from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from aiohixl import _core, forks
+from aiohixl import _core, forks, links
 from aiohixl.address import Address, SocketFile, format_tcp, parse_addresses
 from aiohixl.completion import CompletionQueue, NativeEvent, wake
 from aiohixl.config import EngineConfig, parse_host_port
 from aiohixl.connector import Connector
+from aiohixl.copies import Copy
 from aiohixl.errors import (
     ClosedError,
     ConfigError,
@@ -30,10 +31,14 @@ from aiohixl.events import Event, EventFan
 from aiohixl.kvcache import KVCache
 from aiohixl.membership import Membership
 from aiohixl.notes import Inbox, Note, NoteBoard
+from aiohixl.notifies import Notifies, Notify
 from aiohixl.offloop import in_thread, resolve
+from aiohixl.opening import open_native
 from aiohixl.peer import Peer
+from aiohixl.rawpeer import RawPeer, check_regions
 from aiohixl.region import Answer, Region
 from aiohixl.registry import Registry
+from aiohixl.remote import RemoteEngine
 
 __all__ = ["Engine"]
 
@@ -50,7 +55,8 @@ class Engine:
         rendezvous: URL of the rendezvous; without one, peers connect by `address`.
         token: bearer token of the rendezvous; also the links' secret when `secret` is not given.
         secret: shared by all engines; each control link proves it. The rendezvous gets a token derived from it.
-        transports: ``["auto"]``, or the transports that may be used.
+        transports: the transports that may be used: ``shm``, ``hixl``. ``["auto"]`` is ``shm``, and ``hixl`` where an
+            option asks for it: an NPU is not opened uninvited. ``["hixl"]`` alone does without ``shm`` on one host too.
         address: ``host:port`` to listen on by TCP as well, besides the unix socket; port 0 picks one.
         advertise: the host that peers are told instead of `address`'s; needed where that is a wildcard.
         ttl, join_timeout, replace, force: see `aiohixl.rendezvous.RendezvousClient.join`.
@@ -63,6 +69,15 @@ class Engine:
         stall_timeout: seconds without progress after which a transfer fails.
         cancel_grace: seconds that a cancelled transfer, or a revoked peer, has to let go of memory.
         handshake_timeout: seconds that a connection has to prove who it is.
+        npu_id: the Ascend NPU of this engine, default 0 with ``hixl``.
+        link: ``hccs``, ``roce``, or ``auto``: HIXL chooses. Engines of one process go together in this.
+        traffic_class, service_level: of RoCE, 0 to 255 in steps of 4, and 0 to 7.
+        buffer_pool: ``"NUM:SIZE_MB"`` or ``(num, mb)``: HIXL's staging buffers; not with `fabric_mem`.
+        fabric_mem: HIXL's fabric memory (A3 only).
+        hixl_options: HIXL's own options by HIXL's names; ``LocalCommRes`` and ``GlobalResourceConfig`` also as dicts.
+        hixl_address: ``ip:port`` for HIXL to listen on; default a free port where `address` is, or on the loopback.
+        hixl_library: libcann_hixl.so or its directory; default ``ASCEND_HOME_PATH/lib64`` and the loader's path.
+        busy_poll: seconds up to 0.001 for which a native thread spins for a completion before it sleeps; default 0.
         faults: a `aiohixl.testing.FaultPlan`; for tests.
 
     An engine belongs to the loop it was entered on. Posting is possible from any thread; everything else raises
@@ -79,8 +94,11 @@ class Engine:
         self._forked = False
         self._closer: asyncio.Task[None] | None = None
         self._closed = False
-        self._peers: dict[int, Peer] = {}
-        self._parked: dict[Peer, None] = {}
+        self._started = False
+        self._hixl_address: str | None = None
+        self._notifies: Notifies | None = None
+        self._peers: dict[int, RemoteEngine] = {}
+        self._parked: dict[RemoteEngine, None] = {}
         self._unpark_timer: asyncio.TimerHandle | None = None
         self._registry: Registry | None = None
         self._connector: Connector | None = None
@@ -108,12 +126,14 @@ class Engine:
         await self.close()
 
     async def start(self) -> Self:
-        """What ``async with`` does on entry: listen, and join the rendezvous.
+        """What ``async with`` does on entry: listen, open the NPU (seconds, off the loop), join the rendezvous.
 
-        Raises `ConfigError` (the address cannot be listened on) or `RendezvousError`; the engine is closed then.
+        Raises `ConfigError` (the address cannot be listened on; HIXL is missing, or refused) or `RendezvousError`; the
+        engine is closed then. Cancelled while HIXL starts, this ends at once, and a thread closes what comes of it.
         """
-        if self._core is not None or self._closed:
+        if self._started or self._closed:
             raise ClosedError(f"{self!r} was started before; make a new Engine")
+        self._started = True
         loop = asyncio.get_running_loop()
         config = self._config
         if loop.get_debug():
@@ -121,29 +141,34 @@ class Engine:
         host, port = parse_host_port(config.address, "address") if config.address else (None, 0)
         if host is not None:
             host = (await resolve(loop, host, port))[0]
-        self._socket = SocketFile()
+        socket = self._socket = SocketFile()
+
+        def discard(core: _core.Engine | None) -> None:
+            if core is not None:
+                core.stop()
+                core.close_fds()
+            socket.close()
+            links.release(self)
+
         try:
-            self._core = _core.Engine(
-                self.name.encode(),
-                self._incarnation,
-                secret=config.secret or (config.token.encode() if config.token else None),
-                unix_path=os.fsencode(self._socket.path),
-                tcp_host=host.encode() if host else None,
-                tcp_port=port,
-                options=config.native(),
-                faults=[
-                    (f.nth, _core.FAULT_ACTIONS[f.action], _status_number(f.status), int(f.delay * 1e9))
-                    for f in config.faults
-                ],
-            )
-        except _core.StatusError as exc:
-            self._socket.close()
+            tcp = None if host is None else (host, port)
+            core, self._hixl_address = await open_native(self, config, self._incarnation, socket.path, tcp, discard)
+        except asyncio.CancelledError:
             self._closed = True
-            raise ConfigError(f"engine {self.name!r}: {exc.text or os.strerror(exc.sys_errno)}") from None
+            raise
+        except BaseException:
+            self._closed = True
+            discard(None)
+            raise
+        if self._closed:  # meanwhile
+            await in_thread(loop, functools.partial(discard, core))
+            raise ClosedError(f"{self!r} was closed while it was being started")
+        self._core = core
         self._queue = CompletionQueue(self._core, loop, self._on_event)
         self._queue.after_drain = self._after_drain
         self._queue.start()
-        self._registry = Registry(self._core, self._queue, self.check, self._incarnation_of, self._events.emit)
+        npu_id = None if config.hixl is None else config.hixl.npu_id
+        self._registry = Registry(self._core, self._queue, self.check, self._incarnation_of, self._events.emit, npu_id)
         self._connector = Connector(self._core, self._queue, config.handshake_timeout)
         forks.remember(self)
         if config.rendezvous is not None:
@@ -172,12 +197,12 @@ class Engine:
         """Another engine has our name: our peers must not take us for it."""
         self._events.emit(Event("displaced", detail=str(error)))
         for peer in list(self._peers.values()):
-            if not peer.is_lost:
+            if isinstance(peer, Peer) and not peer.is_lost:
                 peer.drop()
 
     def _seen(self, name: str, epoch: int) -> None:
         """A newer engine under a connected peer's name means that the peer is gone, whatever its socket says."""
-        if any(p.name == name and p.epoch < epoch for p in self._peers.values()):
+        if any(isinstance(p, Peer) and p.name == name and p.epoch < epoch for p in self._peers.values()):
             self._native().supersede(name.encode(), epoch)
 
     async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - patience, not a limit on the call
@@ -258,14 +283,20 @@ class Engine:
             if not peer.is_lost:
                 peer.became_lost("CLOSED", "this engine is closed")
         self._connector_().close(ClosedError(f"{self!r} is closed"))
+        for sink in list(self._queue_().sinks.values()):
+            if isinstance(sink, Copy):
+                sink.close("CLOSED")
         if self._unpark_timer is not None:
             self._unpark_timer.cancel()
         self._registry_().close(_status_number("CLOSED"), stuck=bool(stuck))
         self._notes.close()
+        if self._notifies is not None:
+            self._notifies.close()
         self._events.close()
         if self._socket is not None:
             self._socket.close()
         forks.forget(self)
+        links.release(self)
         if stuck:
             raise RegionPinnedError(
                 f"{self!r} is closed, but {stuck} peer(s) stand still in the middle of a copy: the memory that they "
@@ -284,6 +315,7 @@ class Engine:
         # Before the regions and their owners go: native threads, and peers, may be copying.
         if self._core is not None and self._core.stop():
             self._registry_().keep_for_ever()
+        links.release(self)
         if self._socket is not None:
             self._socket.close()
 
@@ -372,28 +404,35 @@ class Engine:
         return ",".join(out)
 
     @property
+    def hixl_address(self) -> str | None:
+        """Where HIXL listens, for programs of HIXL's that are not ours; None without an NPU."""
+        return self._hixl_address
+
+    @property
     def peers(self) -> dict[str, Peer]:
         """Connected peers by name; of several links to one name, the newest."""
-        return {peer.name: peer for peer in self._peers.values() if not peer.is_lost}
+        return {peer.name: peer for peer in self._peers.values() if isinstance(peer, Peer) and not peer.is_lost}
 
     # ---- memory ----
 
-    def allocate(self, nbytes: int, name: str = "", *, access: str = "rw") -> Region:
+    def allocate(self, nbytes: int, name: str = "", *, access: str = "rw", device: str = "cpu") -> Region:
         """Page-aligned memory that peers on this host can map: the fast path on both ends.
 
         At once; pages are filled in a native thread, and awaiting the region waits for that. With a `name`, peers can
-        see it and do what `access` (``r``, ``w``, ``rw``) says, until `deregister`. Raises `RegionError` where memory
-        is short.
+        see it and do what `access` (``r``, ``w``, ``rw``) says, until `deregister`. With ``device="npu"`` (or
+        ``"npu:0"``) it is memory of this engine's NPU, aligned to 4 KiB, for `Region.upload` and `download`. Raises
+        `RegionError` where memory is short, or the engine has no such NPU.
         """
         self.check()
-        return self._registry_().allocate(nbytes, name, access=access)
+        return self._registry_().allocate(nbytes, name, access=access, device=device)
 
     def register(self, buffer: Any, name: str = "", *, access: str = "rw") -> Region:
-        """Register memory that exists: anything with the buffer protocol, numpy and torch CPU tensors, DLPack.
+        """Register memory that exists: anything with the buffer protocol, numpy arrays, torch tensors, DLPack.
 
         No copy; contiguous. The object is kept until `deregister`; an unnamed one, also only until you drop its
-        `Region`. Memory inside an `allocate`d region is recognised and stays as fast. Raises `RegionError` for memory
-        that no transport here reaches, and for read-only buffers unless ``access="r"``.
+        `Region`. Memory inside an `allocate`d region is recognised and stays as fast. Tensors are of the CPU, or of
+        this engine's NPU. Raises `RegionError` for memory that no transport here reaches, and for read-only buffers
+        unless ``access="r"``; where HIXL cannot take it, awaiting the region raises, and says what it needs.
         """
         self.check()
         return self._registry_().register(buffer, name, access=access)
@@ -434,7 +473,43 @@ class Engine:
         self.check()
         return await self._connector_().connect(target, timeout)
 
+    async def connect_raw(
+        self,
+        address: str,
+        *,
+        regions: Mapping[str, tuple[int, int] | tuple[int, int, str]],
+        timeout: float = 30.0,  # noqa: ASYNC109 - told in the error
+    ) -> RawPeer:
+        """An engine of HIXL's that is not ours, at ``ip:port``, as HIXL's own programs connect.
+
+        `regions`: what is agreed on beforehand, by name: ``(addr, nbytes)`` of an NPU's memory, or ``(addr, nbytes,
+        "cpu")``; registered there before this is called, as HIXL wants it. See `RawPeer` for what is promised then.
+        Raises `PeerUnreachableError` with HIXL's ``code``, and `ConfigError` for an engine without HIXL.
+        """
+        self.check()
+        wanted = check_regions(address, regions)
+        self._check_hixl("connect_raw")
+        return await self._connector_().connect_raw(address, wanted, timeout)
+
+    def _check_hixl(self, what: str) -> None:
+        if self._config.hixl is None:
+            raise ConfigError(f"{what} needs HIXL: open the engine with Engine(transports=['hixl'], npu_id=N)")
+
     # ---- notes, events, figures ----
+
+    def notifies(self) -> Inbox[Notify]:
+        """``async for notify in engine.notifies()``: HIXL's own notifications, from engines that are not ours.
+
+        Each goes to one consumer. HIXL keeps 4,096 of them; they are fetched while somebody waits here.
+        """
+        self.check()
+        self._check_hixl("notifies()")
+        return self._notifies_()
+
+    def _notifies_(self) -> Notifies:
+        if self._notifies is None:
+            self._notifies = Notifies(self._native().expect_notifies)
+        return self._notifies
 
     def notes(self, topic: str | None = None) -> Inbox[Note]:
         """``async for note in engine.notes()``: notes of that topic (default: those without one), oldest first.
@@ -484,7 +559,7 @@ class Engine:
         """Whether the native queue takes another transfer, of whichever peer."""
         return sum(peer._endpoint.inflight for peer in self._peers.values()) < self._config.queue_depth
 
-    def peer_parked(self, peer: Peer) -> None:
+    def peer_parked(self, peer: RemoteEngine) -> None:
         self._parked[peer] = None
         self._arm_unpark()
 
@@ -538,26 +613,38 @@ class Engine:
             if lost is not None:
                 text = blob.decode("utf-8", "replace")
                 lost.became_lost(self._queue_().statuses[status], text)
-                self._credits.pop(lost, None)
+                if isinstance(lost, Peer):
+                    self._credits.pop(lost, None)
                 self._parked.pop(lost, None)
                 self._connector_().forget(lost)
                 self._events.emit(Event("lost", peer=lost, detail=text))
         elif kind == _core.EV_CONNECT_FAILED:
             self._connector_().failed(token, status, sys_errno, blob.decode("utf-8", "replace"))
         elif kind == _core.EV_REGION_READY:
-            self._registry_().became_ready(token, status, sys_errno)
+            self._registry_().became_ready(token, status, sys_errno, blob.decode("utf-8", "replace"))
         elif kind == _core.EV_DONE:
             answer = self._queue_().sinks.get(token)
             if isinstance(answer, Answer):
                 answer.answered(self._queue_(), status == 0, value, blob)
         elif kind == _core.EV_REFUSED:
             self._events.emit(Event("refused", detail=blob.decode("utf-8", "replace")))
+        elif kind == _core.EV_COPIED:
+            copied = self._queue_().sinks.pop(token, None)
+            if isinstance(copied, Copy):
+                copied.answered(self._queue_().statuses[status], blob.decode("utf-8", "replace"))
+        elif kind == _core.EV_NOTIFY:
+            self._notifies_().put(Notify(name.decode("utf-8", "replace"), blob.decode("utf-8", "replace")))
+        elif kind == _core.EV_WARNING:
+            text = f"{self!r}: {blob.decode('utf-8', 'replace')}"
+            self._events.emit(Event("warning", detail=text))
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
-    def _peer(self, endpoint: _core.Endpoint | None) -> Peer:
+    def _peer(self, endpoint: _core.Endpoint | None) -> RemoteEngine:
         assert endpoint is not None  # events of peers carry one
         peer = self._peers.get(endpoint.serial)
         if peer is None:
-            peer = self._peers[endpoint.serial] = Peer(self, endpoint)
+            cls = RawPeer if endpoint.is_raw else Peer
+            peer = self._peers[endpoint.serial] = cls(self, endpoint)
         return peer
 
 

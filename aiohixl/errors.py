@@ -23,6 +23,7 @@ __all__ = [
     "PeerLostError",
     "PeerMismatchError",
     "PeerUnreachableError",
+    "ProviderError",
     "QueueFullError",
     "RegionError",
     "RegionPinnedError",
@@ -79,12 +80,27 @@ class TransferAbortedError(TransferError, ConnectionAbortedError):
     """The transfer was cancelled or aborted on this side before it completed."""
 
 
+class ProviderError(TransferError):
+    """The transport's own library reported an error (for `hixl`: HIXL, or the ACL under it).
+
+    ``code`` is the number that it answered, as it is, known or not; ``detail`` what it said of it, or "".
+    """
+
+    code: int = 0
+    detail: str = ""
+
+
 class PeerError(HixlError, ConnectionError):
     """The peer is not usable; connect again."""
 
 
 class PeerUnreachableError(PeerError, ConnectionRefusedError):
-    """Nobody answered at the address, or the name did not appear in time."""
+    """Nobody answered at the address, or the name did not appear in time.
+
+    ``code`` is what HIXL answered, where it was HIXL that did not get there; 0 otherwise.
+    """
+
+    code: int = 0
 
 
 class PeerLostError(PeerError, ConnectionResetError):
@@ -118,6 +134,7 @@ STATUS_ERRORS: dict[str, type[HixlError]] = {
     "ABORTED": TransferAbortedError,
     "CANCELLED": TransferAbortedError,
     "FAULT": TransferError,
+    "PROVIDER": ProviderError,
     # this peer
     "UNREACHABLE": PeerUnreachableError,
     "PEER_LOST": PeerLostError,

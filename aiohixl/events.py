@@ -17,7 +17,8 @@ LIMIT = 1024
 @dataclass(frozen=True, slots=True)
 class Event:
     """``kind``: ``joined`` or ``lost`` (a peer), ``quarantined`` or ``released`` (memory), ``refused`` (a stranger),
-    ``displaced`` (another engine took this one's name), ``rejoined`` (the rendezvous had forgotten this engine)."""
+    ``displaced`` (another engine took this one's name), ``rejoined`` (the rendezvous had forgotten this engine),
+    ``warning`` (something works and should not be relied on: a poor link, for instance)."""
 
     kind: str
     #: The `Peer`, where one is concerned.

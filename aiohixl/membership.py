@@ -40,7 +40,7 @@ class Membership:
             config.name,
             incarnation=incarnation,
             addresses=addresses,
-            capabilities={"transports": ["shm"]},
+            capabilities={"transports": list(config.transport_names)},
             ttl=config.ttl,
             replace=config.replace,
             force=config.force,

@@ -7,40 +7,78 @@ import asyncio
 import functools
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from aiohixl.errors import ConfigError
 
-__all__ = ["in_thread", "resolve"]
+__all__ = ["in_thread", "outlive", "resolve"]
 
 T = TypeVar("T")
 
 
-async def in_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
-    """Run a blocking call in a thread of its own: the loop's executor would leave one behind, and may be full."""
+async def in_thread(
+    loop: asyncio.AbstractEventLoop, call: Callable[[], T], *, discard: Callable[[T | None], None] | None = None
+) -> T:
+    """Run a blocking call in a thread of its own: the loop's executor would leave one behind, and may be full.
+
+    Cancelled, this waits for the call all the same, unless there is a `discard`: then the await ends at once, and the
+    thread hands what the call answers (None: it raised) to that, still off the loop.
+    """
     future: asyncio.Future[T] = loop.create_future()
 
-    def finish(deliver: Callable[[], None]) -> None:
-        if not future.done():
-            deliver()
+    def throw_away(result: T | None) -> None:
+        if discard is not None:
+            thread = threading.Thread(target=discard, args=(result,), name="aiohixl-discard", daemon=True)
+            thread.start()
 
     def run() -> None:
+        result: T | None = None
         try:
             result = call()
         except BaseException as exc:
             deliver = functools.partial(future.set_exception, exc)
         else:
             deliver = functools.partial(future.set_result, result)
-        loop.call_soon_threadsafe(finish, deliver)
+
+        def finish() -> None:
+            if future.done():
+                throw_away(result)
+            else:
+                deliver()
+
+        try:
+            loop.call_soon_threadsafe(finish)
+        except RuntimeError:  # the loop has ended
+            throw_away(result)
 
     thread = threading.Thread(target=run, name="aiohixl-call", daemon=True)
     thread.start()
     try:
         return await future
+    except asyncio.CancelledError:
+        if future.done() and not future.cancelled():  # answered in the same turn
+            throw_away(None if future.exception() is not None else future.result())
+        raise
     finally:
-        if future.done():
+        if future.done() and not (discard is not None and future.cancelled()):
             thread.join()
+
+
+async def outlive(work: Awaitable[T]) -> T:
+    """Await it to its end, whatever comes; a cancellation that came meanwhile goes on then."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as exc:
+            cancelled = cancelled or exc
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # seen
+        raise cancelled
+    return task.result()
 
 
 async def resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[str]:

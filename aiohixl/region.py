@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from aiohixl import _core
 from aiohixl.completion import CompletionQueue, Record, wake
+from aiohixl.copies import copy, fresh_bytes, host_buffer
 from aiohixl.errors import RegionError, RegionPinnedError, make_error, with_data
 
 __all__ = ["ACCESS", "Region", "RemoteRegion", "Span"]
@@ -85,18 +86,25 @@ class Region(_core.Region):
     """Registered memory of this engine. Made by `allocate`, `register` and `register_many`.
 
     It speaks the buffer protocol (``numpy.frombuffer(region, numpy.uint8)`` is its bytes; ``torch.frombuffer``; for
-    type checkers write ``memoryview(region)``) and slices to a `Span`.
+    type checkers write ``memoryview(region)``) and slices to a `Span`. An NPU's memory has no bytes that the CPU could
+    look at: there it raises `BufferError`, and `upload` and `download` copy.
     Awaiting it waits until it is usable and gives it back; a transfer that uses it waits by itself.
     """
 
-    def __new__(cls, host: Host, core: _core.Engine, *, name: str, access: str, ready: bool, **native: Any) -> Region:
-        return super().__new__(cls, core, access=ACCESS[access], **native)
+    def __new__(
+        cls, host: Host, core: _core.Engine, *, name: str, access: str, place: str = "cpu", **native: Any
+    ) -> Region:
+        return super().__new__(cls, core, access=ACCESS[access], device=place != "cpu", **native)
 
-    def __init__(self, host: Host, core: _core.Engine, *, name: str, access: str, ready: bool, **native: Any) -> None:
+    def __init__(
+        self, host: Host, core: _core.Engine, *, name: str, access: str, place: str = "cpu", **native: Any
+    ) -> None:
         self.name = name
         self.access = access
+        #: Where its memory is: ``cpu``, or ``npu:0`` and so on.
+        self.device = place
         self._host = host
-        self._ready = ready
+        self._ready = self.is_ready
         self._error: RegionError | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._quarantine: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -105,7 +113,8 @@ class Region(_core.Region):
         self.readonly = False
 
     def __repr__(self) -> str:
-        return f"<Region {self.name!r} {self.nbytes} bytes{' deregistered' if self.deregistered else ''}>"
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return f"<Region {self.name!r} {self.nbytes} bytes{where}{' deregistered' if self.deregistered else ''}>"
 
     def __len__(self) -> int:
         return self.nbytes
@@ -131,13 +140,60 @@ class Region(_core.Region):
         """Whether transfers can use it without waiting."""
         return self._ready
 
-    def became_ready(self, status: int, sys_errno: int) -> None:
+    def became_ready(self, status: int, sys_errno: int, reason: str) -> None:
+        """`reason`: why not, from a transport that could not take it."""
         if status:
-            self._error = RegionError(
-                f"{self!r} could not be set up: {os.strerror(sys_errno)}; allocate less, or free memory first"
-            )
+            why = reason or f"{os.strerror(sys_errno)}; allocate less, or free memory first"
+            self._error = RegionError(f"{self!r} could not be set up: {why}")
         self._ready = not status
         wake(self._waiters)
+
+    # ---- its bytes, wherever they are ----
+
+    async def upload(self, buffer: Any, offset: int = 0) -> None:
+        """Copy all of `buffer` (host memory, contiguous) into the region at `offset`, off the loop.
+
+        Of host regions as of an NPU's. Raises `RegionError` (out of bounds, read-only, quarantined). Cancelling this
+        waits until the copy has ended: the buffer is in use until then.
+        """
+        what = f"upload to {self!r}"
+        host = host_buffer(buffer, what, writable=False)
+        if self.readonly:
+            raise RegionError(f"{what}: it is read-only memory")
+        span = self._span(what, offset, host.nbytes)
+        self.check_quarantine(span.offset, span.nbytes)
+        await self._copy_span(what, span, host, True)
+
+    async def download(self, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """The `nbytes` bytes (default: all that follow) at `offset`. Otherwise as `upload`."""
+        start = whole_number(offset)
+        size = max(0, self.nbytes - (start or 0)) if nbytes is None else nbytes
+        what = f"download from {self!r}"
+        span = self._span(what, offset, size)
+        if not span.nbytes:
+            return b""
+        out = fresh_bytes(span.nbytes)
+        await self._copy_span(what, span, host_buffer(out, what, writable=False), False)
+        return bytes(out)
+
+    async def download_into(self, buffer: Any, offset: int = 0) -> None:
+        """Fill `buffer` (host memory, contiguous, writable) with the bytes at `offset`. Otherwise as `upload`."""
+        what = f"download from {self!r}"
+        host = host_buffer(buffer, what, writable=True)
+        await self._copy_span(what, self._span(what, offset, host.nbytes), host, False)
+
+    def _span(self, what: str, offset: Any, nbytes: Any) -> Span:
+        start, size = whole_number(offset), whole_number(nbytes)
+        if start is None or size is None or not 0 <= start <= start + size <= self.nbytes:
+            raise RegionError(f"{what}: {nbytes!r} bytes at offset {offset!r} are outside of its {self.nbytes} bytes")
+        return Span(self, start, size)
+
+    async def _copy_span(self, what: str, span: Span, host: Any, up: bool) -> None:
+        self._host.check()
+        if self.deregistered:
+            raise RegionError(f"{what}: it is deregistered")
+        await self
+        await copy(self, self._host.queue, what, span.offset, host, up)
 
     # ---- quarantine ----
 
@@ -304,6 +360,11 @@ class RemoteRegion:
         self.rkey = handle.rkey
         self.kind = handle.kind
         self.access = next((key for key, bits in ACCESS.items() if bits == handle.access), "")
+
+    @property
+    def on_npu(self) -> bool:
+        """Whether its memory is an NPU's."""
+        return self.kind == _core.KIND_DEVICE
 
     def __repr__(self) -> str:
         gone = "" if self.handle.alive else " gone"

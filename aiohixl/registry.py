@@ -16,6 +16,7 @@ from aiohixl.errors import ConfigError, RegionError
 from aiohixl.events import Event
 from aiohixl.kv import KVLayout
 from aiohixl.kvcache import KVCache, encode_announcement
+from aiohixl.npu import device_index
 from aiohixl.region import ACCESS, Region, whole_number
 
 __all__ = ["Registry"]
@@ -35,22 +36,24 @@ class Registry:
         check: Callable[[], None],
         incarnation_of: Callable[[Any], bytes],
         emit: Callable[[Event], None],
+        npu_id: int | None,
     ) -> None:
         self._core = core
         self.queue = queue
         self.check = check
         self.incarnation_of = incarnation_of
         self._emit = emit
+        self._npu_id = npu_id
         self._regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
         self._allocations: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
         self._named: dict[str, Region] = {}
         # Peers may use a named region whether or not anybody here still holds it.
         self._kept: dict[int, Region] = {}
 
-    def became_ready(self, region_id: int, status: int, sys_errno: int) -> None:
+    def became_ready(self, region_id: int, status: int, sys_errno: int, reason: str) -> None:
         region = self._regions.get(region_id)
         if region is not None:
-            region.became_ready(status, sys_errno)
+            region.became_ready(status, sys_errno, reason)
 
     def keep_for_ever(self) -> None:
         _stuck_memory.extend(self._kept.values())
@@ -61,23 +64,51 @@ class Registry:
             self.keep_for_ever()
         for region in list(self._regions.values()):
             if not region.ready:
-                region.became_ready(closed_status, errno.ECANCELED)
+                region.became_ready(closed_status, errno.ECANCELED, "the engine was closed")
         self._kept.clear()
         self._named.clear()
 
-    def allocate(self, nbytes: int, name: str = "", *, access: str = "rw") -> Region:
+    def allocate(self, nbytes: int, name: str = "", *, access: str = "rw", device: str = "cpu") -> Region:
         self.check()
         self._check_name(name)
+        place = self._place_named(device)
         size = whole_number(nbytes)
         if size is None or size <= 0:
             raise RegionError(f"allocate: a positive number of bytes, not {nbytes!r}")
-        free = _available_memory()
+        free = _available_memory() if place == "cpu" else None
         if free is not None and size > free:
             raise RegionError(f"allocate: {size} bytes asked for, {free} bytes of memory are available")
-        region = self._region(name, access, nbytes=size, ready=False)
-        self._allocations[region.id] = region
+        region = self._region(name, access, nbytes=size, place=place)
+        if place == "cpu":
+            self._allocations[region.id] = region
         self._announce(region, name)
         return region
+
+    def _place_named(self, device: object) -> str:
+        """``cpu`` or ``npu:N``, as `allocate` was asked for it."""
+        if device == "cpu":
+            return "cpu"
+        kind, colon, index = device.partition(":") if isinstance(device, str) else ("", "", "")
+        if kind != "npu" or bool(colon) != index.isdigit() or not index.isascii():
+            raise ConfigError(f"allocate: device is 'cpu', 'npu' or 'npu:N', not {device!r}")
+        if not colon and self._npu_id is not None:
+            return f"npu:{self._npu_id}"
+        self._check_npu(f"npu:{int(index or 0)}", "allocate")
+        return f"npu:{int(index)}"
+
+    def _check_npu(self, device: str, what: str) -> None:
+        index = device_index(device)
+        if self._npu_id is None:
+            raise RegionError(
+                f"{what}: memory on device {device!r}, but this engine has no NPU: open it with "
+                f"Engine(transports=['hixl'], npu_id={index}); tensors of an NPU come with torch_npu, the extra "
+                "aiohixl[npu]"
+            )
+        if index != self._npu_id:
+            raise RegionError(
+                f"{what}: memory on device {device!r}, but this engine has NPU {self._npu_id}: an engine has one NPU; "
+                f"open another with npu_id={index}, or move the data to 'npu:{self._npu_id}'"
+            )
 
     def register(self, buffer: Any, name: str = "", *, access: str = "rw") -> Region:
         self.check()
@@ -92,7 +123,7 @@ class Registry:
         infos = {name: inspect_buffer(buffer) for name, buffer in buffers.items()}
         for name, info in infos.items():
             self._check_name(name, required=True)
-            _check_registrable(info, name, access)
+            self._check_registrable(info, name, access)
         regions = {name: self._register(info, buffers[name], name, access) for name, info in infos.items()}
         for name, region in regions.items():
             self._announce(region, name)
@@ -106,7 +137,7 @@ class Registry:
             raise ConfigError(f"register_kv: block_axis is the number of an axis, not {block_axis!r}")
         layout, infos = KVLayout.from_layers(layers, block_axis=axis)
         for info in infos:
-            _check_access(info, name, access)
+            self._check_access(info, name, access)
         if "w" in access:
             _check_distinct(layout, infos)
         regions = []
@@ -114,7 +145,7 @@ class Registry:
             part = _PART.format(cache=name, slot=slot)
             region = self._register(info, info.owner, part, access, strided=True)
             regions.append(region)
-        root = self._region(name, "r", nbytes=0, layout=True, ready=True)
+        root = self._region(name, "r", nbytes=0, layout=True)
         blob = encode_announcement(layout, regions)
         if len(blob) > _core.BLOB_MAX:
             raise ConfigError(
@@ -129,14 +160,16 @@ class Registry:
     def _register(self, info: BufferInfo, owner: Any, name: str, access: str, *, strided: bool = False) -> Region:
         self._check_name(name, part=strided)
         if strided:
-            _check_access(info, name, access)
+            self._check_access(info, name, access)
         else:
-            _check_registrable(info, name, access)
+            self._check_registrable(info, name, access)
         region = self._place(info, (owner, info.owner), name, access)
         region.readonly = info.readonly
         return region
 
     def _place(self, info: BufferInfo, keep: Any, name: str, access: str) -> Region:
+        if info.device != "cpu":
+            return self._region(name, access, nbytes=info.nbytes, addr=info.addr, owner=keep, place=info.device)
         for parent in self._allocations.values():
             if parent.addr <= info.addr and info.addr + info.nbytes <= parent.addr + parent.nbytes:
                 offset = info.addr - parent.addr
@@ -147,14 +180,13 @@ class Registry:
                     parent=parent,
                     offset=offset,
                     owner=keep,
-                    ready=parent.ready,
                 )
-        return self._region(name, access, nbytes=info.nbytes, addr=info.addr, owner=keep, ready=True)
+        return self._region(name, access, nbytes=info.nbytes, addr=info.addr, owner=keep)
 
-    def _region(self, name: str, access: str, *, nbytes: int, ready: bool, **native: Any) -> Region:
+    def _region(self, name: str, access: str, *, nbytes: int, place: str = "cpu", **native: Any) -> Region:
         _check_access_word(access)
         try:
-            region = Region(self, self._core, name=name, access=access, ready=ready, nbytes=nbytes, **native)
+            region = Region(self, self._core, name=name, access=access, place=place, nbytes=nbytes, **native)
         except _core.StatusError as exc:
             status = self.queue.statuses[exc.status]
             detail = f": {os.strerror(exc.sys_errno)}" if status == "SYSTEM" else ""
@@ -162,6 +194,24 @@ class Registry:
             raise RegionError(f"cannot register {nbytes} bytes{called}{detail}") from None
         self._regions[region.id] = region
         return region
+
+    def _check_access(self, info: BufferInfo, name: str, access: str) -> None:
+        _check_access_word(access)
+        if info.device != "cpu":
+            self._check_npu(info.device, _called(info, name))
+        if info.readonly and "w" in access:
+            raise RegionError(
+                f"{_called(info, name)} is read-only memory, and access {access!r} lets peers write: use access='r', "
+                "or a copy"
+            )
+
+    def _check_registrable(self, info: BufferInfo, name: str, access: str) -> None:
+        if not info.contiguous:
+            raise RegionError(
+                f"{_called(info, name)} is not contiguous (shape {info.shape}, strides {info.strides} bytes): register "
+                "the whole of its memory, or use register_kv, which takes strides"
+            )
+        self._check_access(info, name, access)
 
     def _check_name(self, name: str, *, required: bool = False, part: bool = False) -> None:
         if not isinstance(name, str) or (required and not name):
@@ -226,24 +276,6 @@ def _check_distinct(layout: KVLayout, infos: list[BufferInfo]) -> None:
 def _check_access_word(access: object) -> None:
     if not isinstance(access, str) or access not in ACCESS:
         raise ConfigError(f"access: one of {', '.join(ACCESS)}, not {access!r}")
-
-
-def _check_access(info: BufferInfo, name: str, access: str) -> None:
-    _check_access_word(access)
-    if info.readonly and "w" in access:
-        raise RegionError(
-            f"{_called(info, name)} is read-only memory, and access {access!r} lets peers write: use access='r', or a "
-            "copy"
-        )
-
-
-def _check_registrable(info: BufferInfo, name: str, access: str) -> None:
-    if not info.contiguous:
-        raise RegionError(
-            f"{_called(info, name)} is not contiguous (shape {info.shape}, strides {info.strides} bytes): register the "
-            "whole of its memory, or use register_kv, which takes strides"
-        )
-    _check_access(info, name, access)
 
 
 def _available_memory() -> int | None:

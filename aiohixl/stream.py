@@ -8,7 +8,7 @@ import contextlib
 import operator
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from aiohixl.errors import ConfigError, HixlError, TransferAbortedError
 from aiohixl.gate import PostGate
@@ -26,7 +26,7 @@ class KVStream:
 
     def __init__(
         self,
-        post_layer: Callable[[int], Transfer],
+        post_layer: Callable[[int, Any], Transfer],
         send_note: Callable[[bool], Transfer] | None,
         num_layers: int,
         what: str,
@@ -45,9 +45,11 @@ class KVStream:
     def __repr__(self) -> str:
         return f"<KVStream {self._what} {len(self.transfers)}/{self.num_layers} layers posted>"
 
-    def post(self, layer: int) -> Transfer:
+    def post(self, layer: int, *, after: Any = None) -> Transfer:
         """Send one layer, which must be complete in memory and stay as it is until it has landed.
 
+        Of an NPU's memory, it may still be being computed: the transfer waits for `after`, as `Peer.write` does, by
+        default for what the calling thread's current stream has been given so far.
         From any thread; never waits. Raises `ConfigError` for a layer that does not exist or was posted already,
         `QueueFullError` from a thread when the queue is full, and whatever `Peer.write_kv` raises.
         """
@@ -68,7 +70,7 @@ class KVStream:
             if self._reserved.setdefault(index, mark) is not mark:
                 raise ConfigError(f"{self._what}: layer {index} was posted already")
             try:
-                transfer = self.transfers[index] = self._post_layer(index)
+                transfer = self.transfers[index] = self._post_layer(index, after)
             except BaseException:
                 del self._reserved[index]
                 raise

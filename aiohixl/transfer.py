@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from aiohixl.completion import CompletionQueue, Record, wake
 from aiohixl.errors import ClosedError, HixlError, make_error
+from aiohixl.hixl import explain
 
 __all__ = ["REASONS", "Transfer", "outlast", "wait_all"]
 
@@ -104,12 +105,12 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
 
     def settle(self, record: Record) -> None:
         """A native record for its token. On the loop."""
-        _, status, sys_errno, nbytes, elapsed_ns, index, quiesced = record
+        _, status, sys_errno, nbytes, elapsed_ns, index, quiesced, code, detail = record
         if not self._done:
             name = self._queue.statuses[status]
             self.elapsed = elapsed_ns * 1e-9
             if name != "OK":
-                self._error = self._make_error(name, sys_errno, index)
+                self._error = self._make_error(name, sys_errno, index, code, detail or "")
                 self.nbytes = nbytes
             if not quiesced:
                 self._origin.quarantine(self)
@@ -139,12 +140,17 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
             wake(self._waiters)
             self._waiters = None
 
-    def _make_error(self, name: str, sys_errno: int, index: int) -> HixlError:
-        text = f"{self._origin.describe(self)}: {REASONS.get(name, name.lower())}"
+    def _make_error(self, name: str, sys_errno: int, index: int, code: int, detail: str) -> HixlError:
+        what = self._origin.describe(self)
+        if name == "PROVIDER":
+            return make_error(name, f"{what}: {explain(code, detail)}", code=code, detail=detail)
+        text = f"{what}: {REASONS.get(name, name.lower())}"
         if index != NO_INDEX:
             text += f" (row {index})"
         if sys_errno:
             text += f": {os.strerror(sys_errno)}"
+        if detail:
+            text += f": {detail}"
         return make_error(name, text, sys_errno)
 
     def __del__(self) -> None:
@@ -316,6 +322,7 @@ REASONS = {
     "PEER_LOST": "the peer is lost: it ended, froze, closed, or a newer engine took its name; connect again",
     "QUEUE_FULL": "the queue is full; post less at a time from threads, or post on the loop, where posts park",
     "CLOSED": "the engine is closed",
+    "CONFIG": "after= is for NPU memory: this path has no NPU to wait for",
     "NO_MEMORY": "not enough memory to post it",
 }
 

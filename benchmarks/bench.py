@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import bench_hixl
 import numpy as np
 import uvloop
 
@@ -213,7 +214,11 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=None, help="copy threads, here and in the baseline")
     parser.add_argument("--inline", action="store_true", help="only show where inline copies stop paying")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--hixl", action="store_true", help="what awaiting costs with HIXL, over the stand-in")
+    bench_hixl.add_arguments(parser)
     args = parser.parse_args()
+    if args.hixl:
+        return bench_hixl.run(args)
     if args.peer:
         uvloop.run(peer_main())
         return 0

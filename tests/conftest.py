@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import uvloop
+from standin import pair_npu, standin, start_npu
 
 import aiohixl
+
+__all__ = ["pair_npu", "standin", "start_npu"]  # fixtures
 
 # The first uvloop of a process opens a pipe that stays.
 _first = uvloop.new_event_loop()

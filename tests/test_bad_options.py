@@ -165,7 +165,7 @@ def test_secrets() -> None:
         (["shm", "hxil"], "did you mean 'hixl'"),
         ([5], "there is no 5"),
         (["verbs"], "'verbs' is not available"),
-        (["auto", "hixl"], "'hixl' is not available"),
+        (["hixl", "verbs"], "'verbs' is not available"),
         (["tcp"], "'tcp' is not available"),
     ],
 )

@@ -140,9 +140,10 @@ async def test_malformed_region_entries(house: House) -> None:
         wire.entry(blob_len=(1 << 32) - 1),
         wire.entry(blob=bytes((512 << 10) + 1)),
         wire.entry(kind=0),
-        wire.entry(kind=4),
+        wire.entry(kind=5),
         wire.entry(nbytes=1 << 63),
         wire.entry(nbytes=4096, addr=(1 << 64) - 4095),
+        wire.entry(nbytes=4096, direct=(1 << 64) - 4095),
         good + good,
         wire.entry(1) + wire.entry(2) + wire.entry(1),
         good + b"\0",
@@ -347,14 +348,20 @@ async def test_contract_10_a_peer_cannot_map_read_only_memory_for_writing(house:
 
 
 async def test_frames_of_unknown_types(house: House) -> None:
-    for kind in (0, wire.HELLO, wire.ANSWER, wire.AUTH, wire.READY, wire.REJECT, wire.PAGE, 20, 999, 65535):
+    for kind in (0, wire.HELLO, wire.ANSWER, wire.AUTH, wire.READY, wire.REJECT, wire.PAGE, 22, 999, 65535):
         await house.breaks(wire.frame(kind, 7, b"future"), "unknown frame type")
     with WirePeer(house.tcp).handshake() as peer:
-        for kind in (20, 999, 65535):
+        for kind in (22, 999, 65535):
             peer.send_bytes(wire.frame(kind, 7, b"future", flags=wire.OPTIONAL))
         peer.alive()
-    await house.breaks(wire.frame(20, flags=wire.OPTIONAL, nfds=1), "descriptor where none", (wire.memfd(),))
+    await house.breaks(wire.frame(22, flags=wire.OPTIONAL, nfds=1), "descriptor where none", (wire.memfd(),))
     await house.breaks(wire.frame(wire.PING, nfds=1), "descriptor where none")
+
+
+async def test_frames_of_a_path_that_we_do_not_have(house: House) -> None:
+    await house.breaks(wire.frame(wire.PATH, 0, b"\4\0\0\0hixl12345678127.0.0.1:1"), "impossible path")
+    await house.breaks(wire.frame(wire.PATH, 0, b"\4"), "truncated path")
+    await house.breaks(wire.frame(wire.REVOKE_ACK, 1), "acknowledges a revocation that it was not sent")
 
 
 async def test_frames_of_every_size(house: House) -> None:

@@ -302,7 +302,7 @@ class FakeTensor:
         self.shape, self.dtype, self.layout = (2, 3), "torch.float16", "torch.strided"
 
     def data_ptr(self) -> int:
-        assert self.device == "cpu", "asked for an address of another device"
+        assert self.device.startswith(("cpu", "npu")), "asked for an address of another device"
         return self.addr
 
     def stride(self) -> tuple[int, ...]:
@@ -312,12 +312,34 @@ class FakeTensor:
         return 2
 
 
-@pytest.mark.parametrize("device", ["npu:0", "cuda:1", "xpu", "mps:0"])
+@pytest.mark.parametrize("device", ["cuda:1", "xpu", "mps:0", "npux:0"])
 def test_tensor_on_a_device_names_it(device: str) -> None:
     with pytest.raises(RegionError, match=rf"FakeTensor of shape \(2, 3\) is on device '{device}'.*doctor"):
         inspect_buffer(FakeTensor(device))
     with pytest.raises(RegionError, match=f"layer 1 part 'v': .*device '{device}'"):
         KVLayout.from_layers([np.zeros(2), (np.zeros(2), FakeTensor(device))])
+
+
+@pytest.mark.parametrize(("claimed", "device"), [("npu:3", "npu:3"), ("npu", "npu:0"), ("npu:0", "npu:0")])
+def test_tensor_of_an_npu(claimed: str, device: str) -> None:
+    """Described as it is, and not touched: the address means nothing to the CPU."""
+    tensor = FakeTensor(claimed, addr=0x12C0_0000_0000)
+    info = inspect_buffer(tensor, writable=True)
+    assert (info.addr, info.nbytes, info.device) == (0x12C0_0000_0000, 12, device)
+    assert (info.shape, info.strides, info.dtype, info.contiguous) == ((2, 3), (6, 2), "float16", True)
+    assert f"on {device}" in info.describe()
+    layout, infos = KVLayout.from_layers([(tensor, tensor)])
+    assert [part.device for part in infos] == [device, device]
+    assert layout.nblocks == 2
+
+
+def test_storage_of_an_npu_tensor_is_held() -> None:
+    class Alias(FakeTensor):
+        def detach(self) -> FakeTensor:
+            return storage
+
+    storage = FakeTensor("npu:0", addr=1 << 40)
+    assert inspect_buffer(Alias("npu:0", addr=1 << 40)).owner is storage
 
 
 def test_tensor_by_its_methods() -> None:

@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from standin import ADVICE, LIBRARY
 
 from aiohixl.demo import handoff, model, needs, report
+from aiohixl.demo.memory import CacheMemory, NpuTensor
 from aiohixl.demo.meter import Meter, union_seconds
 from aiohixl.demo.run import ChildError, Family
 from aiohixl.demo.synthetic import BLANK, Pages, Shape
@@ -207,6 +209,20 @@ def test_the_layers_are_views_of_the_buffer() -> None:
     assert buffer[0] == BLANK
 
 
+async def test_the_cache_on_an_npu_lies_as_its_host_copy_does() -> None:
+    there = SimpleNamespace(device="npu:0", addr=1 << 40, nbytes=SMALL.nbytes(2))
+    buffer = bytearray(SMALL.nbytes(2))
+    host = Pages(SMALL, 2, buffer).layers
+    start = np.frombuffer(buffer, np.uint8).ctypes.data
+    memory = CacheMemory(there, buffer, SMALL.layers)
+    for pair, mirrored in zip(host, memory.tensors(host, 2, "float16"), strict=True):
+        for array, tensor in zip(pair, mirrored, strict=True):
+            assert isinstance(tensor, NpuTensor)
+            assert tensor.data_ptr() - there.addr == array.ctypes.data - start
+            assert tensor.shape == array.shape
+            assert tuple(n * tensor.element_size() for n in tensor.stride()) == array.strides
+
+
 # --- the converted model's folder
 
 
@@ -318,6 +334,8 @@ def results() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         "landed_at": 11.625,
         "layers": 2,
         "checksums": ["x", "y"],
+        "provider": "shm",
+        "link": None,
     }
     decode = {
         "tokens": [1, 2],
@@ -347,6 +365,18 @@ def test_a_good_run() -> None:
         assert figure in text
     assert "DIFFERENT" not in text
     json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_the_stand_in_is_not_taken_for_an_npu(stand_in: bool) -> None:
+    expected, prefill, decode = results()
+    library = {"provider": "hixl", "link": "hccs", "library": "/cann/libcann_hixl.so", "stand_in": stand_in}
+    found = report.of_model(expected, {**prefill, **library}, decode, 2)
+    assert (found["transport"], found["library"], found["stand_in"]) == ("hixl", "/cann/libcann_hixl.so", stand_in)
+    text = report.render(found)
+    assert "hixl, link hccs" in text
+    assert "/cann/libcann_hixl.so" in text
+    assert ("no figure here is an NPU's" in text) == stand_in
 
 
 @pytest.mark.parametrize(
@@ -477,7 +507,36 @@ def test_synthetic() -> None:
     assert found["checksums_identical"] is True
     assert found["failures"] == []
     assert found["bytes_moved"] == 256 << 20
+    assert (found["transport"], found["library"]) == ("shm", None)
     assert "[prefill]" in done.stderr
+
+
+@pytest.mark.skipif(not (LIBRARY / "libcann_hixl.so").exists(), reason=ADVICE)
+def test_synthetic_from_npu_to_npu() -> None:
+    done = demo("--synthetic", "--json", "--transport", "hixl", "--hixl-library", str(LIBRARY))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["checksums_identical"] is True
+    assert found["failures"] == []
+    assert found["bytes_moved"] == 256 << 20
+    assert found["transport"] == "hixl"
+    assert found["stand_in"] is True
+    assert Path(found["library"]).samefile(LIBRARY / "libcann_hixl.so")
+    assert "the stand-in" in done.stderr
+
+
+def test_without_hixl_the_demo_says_what_is_missing(tmp_path: Path) -> None:
+    done = demo("--synthetic", "--json", "--transport", "hixl", "--hixl-library", str(tmp_path / "absent"))
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["ok"] is False
+    assert "there is no such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_library_for_nothing() -> None:
+    done = demo("--synthetic", "--hixl-library", str(LIBRARY))
+    assert done.returncode == 2
+    assert "--hixl-library goes with --transport hixl" in done.stderr
 
 
 @pytest.mark.skipif(bool(needs.missing()), reason="`make demo` once installs what the model needs")

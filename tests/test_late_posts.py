@@ -58,9 +58,9 @@ async def test_contract_03_a_stream_waits_for_the_post_that_a_thread_has_begun(p
     stream = peer.stream_kv(cache, [0], [0], note=b"req")
     post_layer = stream._post_layer
 
-    def slowly(layer: int) -> aiohixl.Transfer:
+    def slowly(layer: int, after: object) -> aiohixl.Transfer:
         thread.wait()
-        return post_layer(layer)
+        return post_layer(layer, after)
 
     stream._post_layer = slowly
     thread = SlowThread(lambda: stream.post(0))

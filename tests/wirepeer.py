@@ -23,12 +23,12 @@ from typing import Self
 MAGIC = 0x314C584948304941
 FRAME = struct.Struct("<IHBBQ")
 GREETING = struct.Struct("<QIIQQQIIII16s16s32s32s")
-ENTRY = struct.Struct("<QQQQIIII")
+ENTRY = struct.Struct("<QQQQQIIII")
 HELLO_MAX = GREETING.size + 2 * 128
 FRAME_MAX = 1 << 20
 
 HELLO, ANSWER, AUTH, READY, REJECT, PAGE, REGION_ADD, REGION_DEL, TABLE_END, MAP_ASK, MAP_ANSWER = range(1, 12)
-NOTE, NOTE_ACK, CREDIT, REVOKE, GRANT, PING, PONG, BYE = range(12, 20)
+NOTE, NOTE_ACK, CREDIT, REVOKE, GRANT, PING, PONG, BYE, PATH, REVOKE_ACK = range(12, 22)
 OPTIONAL = 1
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -92,6 +92,7 @@ def entry(
     rkey: int = 5,
     nbytes: int = 4096,
     addr: int = 0,
+    direct: int = 0,
     kind: int = 1,
     access: int = 3,
     name_len: int | None = None,
@@ -99,7 +100,7 @@ def entry(
 ) -> bytes:
     name_len = len(name) if name_len is None else name_len
     blob_len = len(blob) if blob_len is None else blob_len
-    return ENTRY.pack(ident, rkey, nbytes, addr, kind, access, name_len, blob_len) + name + blob
+    return ENTRY.pack(ident, rkey, nbytes, addr, direct, kind, access, name_len, blob_len) + name + blob
 
 
 def note(payload: bytes = b"", topic: bytes = b"", *, flags: int = 0, topic_len: int | None = None) -> bytes:

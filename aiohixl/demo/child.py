@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, BinaryIO
 
 from aiohixl.demo.loops import loop_factory
+from aiohixl.errors import ConfigError
 
 __all__ = ["Child", "run_role"]
 
@@ -82,7 +83,9 @@ async def _live(role: Callable[[Child], Awaitable[None]], name: str, out: Binary
     except Exception as exc:
         error = f"{type(exc).__name__}: {exc}"
         with contextlib.suppress(BrokenPipeError):
-            child.send("failed", error=error, traceback=traceback.format_exc())
+            # A wish that cannot be met here says all by itself; anything else may be a bug.
+            trace = "" if isinstance(exc, ConfigError) else traceback.format_exc()
+            child.send("failed", error=error, traceback=trace)
         return 1
     return 0
 

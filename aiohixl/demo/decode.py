@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohixl.demo.child import Child, run_role
 from aiohixl.demo.handoff import CACHE, ask_again, joined, next_note, pick_blocks, spare_blocks
+from aiohixl.demo.memory import CacheMemory
 from aiohixl.demo.prompt import PROMPT, chat
 from aiohixl.demo.reference import pack
 
@@ -37,8 +38,10 @@ async def main(child: Child) -> None:
     needed = geometry.blocks_for(len(tokens) - 1)
     nblocks = spare_blocks(needed)
     async with joined(child) as engine:
-        pages = PagedCache(geometry, nblocks, await engine.allocate(geometry.nbytes(nblocks)))
-        await engine.register_kv(pages.layers, name=CACHE)
+        memory = await CacheMemory.allocate(engine, geometry.nbytes(nblocks), geometry.layers, child.config["device"])
+        pages = PagedCache(geometry, nblocks, memory.host)
+        await memory.push()
+        await engine.register_kv(memory.tensors(pages.layers, 4, "float32"), name=CACHE)
         child.send("ready")
         await child.go.wait()
         blocks = pick_blocks(nblocks, needed, seed=2)
@@ -52,6 +55,8 @@ async def main(child: Child) -> None:
             raise RuntimeError(f"asked for {request['id']}, the note is about {note['id']}")
         child.say(f"note for {note['id']}: {note['cached']} tokens are in place, decoding")
 
+        await memory.pull()
+
         def continue_from_note() -> Any:
             cache = generate.from_pages(lm, pages, note["blocks"], note["cached"])
             stop = frozenset([tokenizer.eos_token_id])
@@ -61,7 +66,9 @@ async def main(child: Child) -> None:
         child.say(f"{len(answer.tokens)} tokens decoded")
         sums = await asyncio.to_thread(pages.checksums, blocks)
         await asyncio.to_thread(pages.blank, blocks)
+        await memory.push()
         await ask_again(engine, prefill)
+        await memory.pull()
         child.send(
             "result",
             tokens=answer.tokens,

@@ -20,6 +20,7 @@ __all__ = [
     "joined",
     "next_note",
     "pick_blocks",
+    "route_to",
     "send_again",
     "spare_blocks",
     "stream_layers",
@@ -35,7 +36,7 @@ async def joined(child: Child) -> AsyncIterator[Any]:
     from aiohixl import Engine
 
     config = child.config
-    async with Engine(child.name, rendezvous=config["rendezvous"], token=config["token"]) as engine:
+    async with Engine(child.name, rendezvous=config["rendezvous"], token=config["token"], **config["engine"]) as engine:
         yield engine
 
 
@@ -73,6 +74,13 @@ async def stream_layers(
         meter.computed()
     meter.landed()
     return meter.summary()
+
+
+async def route_to(peer: Any, cache: Any) -> dict[str, Any]:
+    """The transport by which blocks of ``cache`` reach ``peer``; for HIXL the link too."""
+    remote = await peer.kv(CACHE)
+    provider = peer.route(cache.regions[0], remote.regions[0]).provider
+    return {"provider": provider, "link": peer.link if provider == "hixl" else None}
 
 
 async def send_again(engine: Any, peer: Any, cache: Any, blocks: Sequence[int], remote_blocks: Sequence[int]) -> float:

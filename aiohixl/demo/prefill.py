@@ -14,10 +14,13 @@ from aiohixl.demo.handoff import (
     joined,
     next_note,
     pick_blocks,
+    route_to,
     send_again,
     spare_blocks,
     stream_layers,
 )
+from aiohixl.demo.memory import CacheMemory
+from aiohixl.demo.transport import loaded_library
 
 __all__ = ["main", "paged_prefill"]
 
@@ -49,8 +52,9 @@ async def main(child: Child) -> None:
     geometry = Geometry.of(lm.config)
     nblocks = spare_blocks(geometry.blocks_for(child.config["prompt_tokens"]))
     async with joined(child) as engine:
-        pages = PagedCache(geometry, nblocks, await engine.allocate(geometry.nbytes(nblocks)))
-        cache = await engine.register_kv(pages.layers, name=CACHE)
+        memory = await CacheMemory.allocate(engine, geometry.nbytes(nblocks), geometry.layers, child.config["device"])
+        pages = PagedCache(geometry, nblocks, memory.host)
+        cache = await engine.register_kv(memory.tensors(pages.layers, 4, "float32"), name=CACHE)
         child.send("ready")
         peer, request = await next_note(engine)
         tokens: list[int] = request["tokens"]
@@ -62,6 +66,7 @@ async def main(child: Child) -> None:
         def compute(post: Callable[[int], None]) -> None:
             def reporting(layer: int) -> None:
                 nonlocal done
+                memory.push_layer(layer)
                 post(layer)
                 done = layer + 1
                 if done % 10 == 0 or done == geometry.layers:
@@ -81,6 +86,8 @@ async def main(child: Child) -> None:
             layers=geometry.layers,
             checksums=sums,
             alone_seconds=alone,
+            **await route_to(peer, cache),
+            **loaded_library(),
         )
         await child.stop.wait()
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiohixl import doctor
+from aiohixl.demo.transport import STAND_IN
 
 __all__ = ["LOGITS_TOLERANCE", "failures", "of_model", "of_synthetic", "render"]
 
@@ -33,6 +34,10 @@ def _largest_difference(one: str, other: str) -> float | None:
 def _transfer(prefill: dict[str, Any]) -> dict[str, Any]:
     seconds = prefill["transfer_seconds"]
     return {
+        "transport": prefill["provider"],
+        "link": prefill["link"],
+        "library": prefill.get("library"),
+        "stand_in": prefill.get("stand_in", False),
         "bytes_moved": prefill["nbytes"],
         "transfer_seconds": seconds,
         "gigabytes_per_second": prefill["nbytes"] / seconds / 1e9 if seconds else 0.0,
@@ -126,6 +131,7 @@ def failures(report: dict[str, Any]) -> list[str]:
 
 def _transfer_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [
+        *_carrier_rows(report),
         ("bytes moved", f"{report['bytes_moved'] / 1e6:.1f} MB"),
         ("transfer time", f"{report['transfer_seconds'] * 1e3:.1f} ms in flight"),
         ("rate", f"{report['gigabytes_per_second']:.2f} GB/s, sharing the cores with the computation"),
@@ -154,6 +160,13 @@ def _model_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("first logits", f"max difference {_number(report['logits_max_difference'])}"),
         ("  against one forward pass", _number(report["logits_max_difference_to_one_forward"])),
     ]
+
+
+def _carrier_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if report["library"] is None:
+        return [("transport", report["transport"])]
+    rows = [("transport", f"{report['transport']}, link {report['link']}"), ("HIXL", report["library"])]
+    return [*rows, ("NPU", f"none: {STAND_IN}")] if report["stand_in"] else rows
 
 
 def _same(identical: bool) -> str:

@@ -17,12 +17,14 @@ from typing import Any, Self
 from aiohixl.demo import report
 from aiohixl.demo.child import GRACE, LINE_LIMIT
 from aiohixl.demo.model import ENVIRONMENT
+from aiohixl.demo.transport import STAND_IN, Carrier
 
 __all__ = ["ChildError", "Family", "Worker", "run_model", "run_synthetic"]
 
 #: Seconds: the first start converts the weights, on a slow machine without haste.
 LOAD_TIMEOUT = 300.0
 RUN_TIMEOUT = 120.0
+_SHM = Carrier()
 
 
 class ChildError(RuntimeError):
@@ -125,14 +127,16 @@ async def _split(
     module: tuple[str, str],
     args: tuple[tuple[str, ...], tuple[str, ...]],
     config: dict[str, Any],
+    carrier: Carrier,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rendezvous, prefill and decode; returns the two results."""
     token = secrets.token_urlsafe(24)
     rendezvous = await family.start("rendezvous", "rendezvous", {"token": token})
     where = await rendezvous.expect("ready", LOAD_TIMEOUT)
-    shared = {**config, "rendezvous": where["url"], "token": token, "prefill": "prefill"}
-    prefill = await family.start("prefill", module[0], shared, *args[0])
-    decode = await family.start("decode", module[1], shared, *args[1])
+    shared = {**config, "rendezvous": where["url"], "token": token, "prefill": "prefill", "device": carrier.device}
+    here, there = ({**shared, "engine": carrier.options(npu_id)} for npu_id in (0, 1))
+    prefill = await family.start("prefill", module[0], here, *args[0])
+    decode = await family.start("decode", module[1], there, *args[1])
     await asyncio.gather(prefill.expect("ready", LOAD_TIMEOUT), decode.expect("ready", LOAD_TIMEOUT))
     decode.go()
     # gather, not a group: the first to fail is the one worth hearing about.
@@ -140,25 +144,37 @@ async def _split(
     return results[0], results[1]
 
 
-async def run_model(tokens: int, say: Callable[[str], None]) -> dict[str, Any]:
+async def _try_out(family: Family, carrier: Carrier, say: Callable[[str], None]) -> None:
+    """Open HIXL once, so that what is missing is said before a model is loaded, and by whom it is played as well."""
+    if carrier.name == "hixl":
+        trial = await family.start("transport", "transport", {"engine": carrier.options(0)})
+        found = await trial.expect("result", RUN_TIMEOUT)
+        await trial.stop()
+        say(f"hixl: {found['library']}" + (f", {STAND_IN}" if found["stand_in"] else ""))
+
+
+async def run_model(tokens: int, say: Callable[[str], None], carrier: Carrier = _SHM) -> dict[str, Any]:
     """The demo on the real model; the report as a dictionary. `ChildError` if a process fails."""
     threads = min(len(os.sched_getaffinity(0)), 8)
     config: dict[str, Any] = {"tokens": tokens, "threads": threads}
     async with Family() as family:
+        await _try_out(family, carrier, say)
         say("reference: the whole job in a single process")
         reference = await family.start("reference", "reference", config)
         expected = await reference.expect("result", LOAD_TIMEOUT)
         await reference.stop()
         say("split: rendezvous, prefill and decode as three processes")
         config["prompt_tokens"] = len(expected["prompt"])
-        prefill, decode = await _split(family, ("prefill", "decode"), ((), ()), config)
+        prefill, decode = await _split(family, ("prefill", "decode"), ((), ()), config, carrier)
     return report.of_model(expected, prefill, decode, threads)
 
 
-async def run_synthetic(say: Callable[[str], None]) -> dict[str, Any]:
+async def run_synthetic(say: Callable[[str], None], carrier: Carrier = _SHM) -> dict[str, Any]:
     """The same transfer without a model: a Llama-2-7B-shaped cache and checksums."""
     started = time.monotonic()
     async with Family() as family:
+        await _try_out(family, carrier, say)
         say("three processes, a cache in the shape of Llama-2-7B")
-        prefill, decode = await _split(family, ("synthetic", "synthetic"), (("prefill",), ("decode",)), {})
+        roles = (("prefill",), ("decode",))
+        prefill, decode = await _split(family, ("synthetic", "synthetic"), roles, {}, carrier)
     return report.of_synthetic(prefill, decode, time.monotonic() - started)

@@ -26,10 +26,13 @@ from aiohixl.demo.handoff import (
     joined,
     next_note,
     pick_blocks,
+    route_to,
     send_again,
     spare_blocks,
     stream_layers,
 )
+from aiohixl.demo.memory import CacheMemory
+from aiohixl.demo.transport import loaded_library
 
 __all__ = ["LLAMA_2_7B", "Pages", "Shape", "decode", "prefill"]
 
@@ -107,8 +110,9 @@ async def prefill(child: Child, shape: Shape = LLAMA_2_7B) -> None:
     """Fill each layer and post it at once; then answer with checksums of what was filled."""
     nblocks = spare_blocks(shape.blocks)
     async with joined(child) as engine:
-        pages = Pages(shape, nblocks, await engine.allocate(shape.nbytes(nblocks)))
-        cache = await engine.register_kv(pages.layers, name=CACHE)
+        memory = await CacheMemory.allocate(engine, shape.nbytes(nblocks), shape.layers, child.config["device"])
+        pages = Pages(shape, nblocks, memory.host)
+        cache = await engine.register_kv(memory.tensors(pages.layers, 2, "float16"), name=CACHE)
         child.send("ready")
         peer, request = await next_note(engine)
         blocks = pick_blocks(nblocks, shape.blocks, seed=1)
@@ -117,6 +121,7 @@ async def prefill(child: Child, shape: Shape = LLAMA_2_7B) -> None:
         def compute(post: Callable[[int], None]) -> None:
             for layer in range(shape.layers):
                 pages.fill(layer, blocks)
+                memory.push_layer(layer)
                 post(layer)
 
         summary = await stream_layers(peer, cache, blocks, request["blocks"], {"id": request["id"]}, compute)
@@ -130,6 +135,8 @@ async def prefill(child: Child, shape: Shape = LLAMA_2_7B) -> None:
             hidden_share=summary.hidden_share,
             checksums=sums,
             shape=asdict(shape),
+            **await route_to(peer, cache),
+            **loaded_library(),
         )
         await child.stop.wait()
 
@@ -138,8 +145,10 @@ async def decode(child: Child, shape: Shape = LLAMA_2_7B) -> None:
     """Offer scattered blocks, wait for the note, answer with checksums of what arrived."""
     nblocks = spare_blocks(shape.blocks)
     async with joined(child) as engine:
-        pages = Pages(shape, nblocks, await engine.allocate(shape.nbytes(nblocks)))
-        await engine.register_kv(pages.layers, name=CACHE)
+        memory = await CacheMemory.allocate(engine, shape.nbytes(nblocks), shape.layers, child.config["device"])
+        pages = Pages(shape, nblocks, memory.host)
+        await memory.push()
+        await engine.register_kv(memory.tensors(pages.layers, 2, "float16"), name=CACHE)
         child.send("ready")
         await child.go.wait()
         blocks = pick_blocks(nblocks, shape.blocks, seed=2)
@@ -149,9 +158,12 @@ async def decode(child: Child, shape: Shape = LLAMA_2_7B) -> None:
         await next_note(engine)
         noted_at = time.monotonic()
         child.say("note received, checking")
+        await memory.pull()
         sums = await asyncio.to_thread(pages.checksums, blocks)
         await asyncio.to_thread(pages.blank, blocks)
+        await memory.push()
         await ask_again(engine, peer)
+        await memory.pull()
         child.send(
             "result",
             checksums=sums,

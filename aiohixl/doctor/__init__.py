@@ -20,6 +20,7 @@ from typing import Any
 from aiohixl import __version__
 from aiohixl.config import TRANSPORTS
 from aiohixl.doctor import trials
+from aiohixl.hixl import BINDING
 
 __all__ = ["Check", "Provider", "examine", "machine", "render"]
 
@@ -53,15 +54,27 @@ _REMEDIES = {
     "tcp": "allow sockets on the loopback interface",
     "verbs": "install rdma-core (Debian: ibverbs-providers) and have an RDMA device; "
     "`rdma link add rxe0 type rxe netdev eth0` makes one in software",
-    "hixl": "install Ascend CANN and source its set_env.sh, so that libcann_hixl.so is found",
+    "hixl": "install Ascend CANN (its toolkit package brings libcann_hixl.so) and source its set_env.sh",
 }
+
+
+def _hixl() -> dict[str, Any]:
+    """Whether Huawei's library can be loaded, which is all that can be tried without opening an NPU."""
+    if not BINDING.exists():
+        reason = f"this build lacks its binding, {BINDING.name}: build aiohixl again with a C++ compiler"
+        return {"name": "hixl", "usable": False, "reason": reason}
+    from aiohixl import _core  # here, where its absence is answered
+
+    usable, reason = _core.hixl_probe(os.fsencode(BINDING))
+    return {"name": "hixl", "usable": usable, "reason": reason}
 
 
 def _providers() -> list[Provider]:
     try:
         import aiohixl._core
 
-        found: list[dict[str, Any]] = aiohixl._core.providers()
+        found: list[dict[str, Any]] = [e for e in aiohixl._core.providers() if e["name"] != "hixl"]
+        found.append(_hixl())
     except (ImportError, AttributeError) as exc:
         reason = f"the native core cannot be loaded: {exc}"
         return [Provider(name, False, reason, "build or reinstall aiohixl") for name in _REMEDIES]

@@ -5,7 +5,7 @@ provider passes."""
 from __future__ import annotations
 
 from aiohixl.config import Fault
-from aiohixl.testing.conformance import CONFORMANCE, Bench, Check, Memory, allocated, foreign
+from aiohixl.testing.conformance import CONFORMANCE, Bench, Check, Held, Memory, allocated, foreign, npu
 from aiohixl.testing.faults import FaultPlan
 from aiohixl.testing.pair import engine_pair
 
@@ -15,8 +15,10 @@ __all__ = [
     "Check",
     "Fault",
     "FaultPlan",
+    "Held",
     "Memory",
     "allocated",
     "engine_pair",
     "foreign",
+    "npu",
 ]

@@ -32,23 +32,51 @@ from aiohixl import (
     wait_all,
 )
 
-__all__ = ["CONFORMANCE", "Bench", "Check", "Memory", "allocated", "foreign"]
+__all__ = ["CONFORMANCE", "Bench", "Check", "Held", "Memory", "allocated", "foreign", "npu"]
 
 Bytes = npt.NDArray[np.uint8]
-#: Makes registered memory: (engine, nbytes, name, access) -> its region and its bytes.
-Memory = Callable[[Engine, int, str, str], Awaitable[tuple[Region, Bytes]]]
+#: Makes registered memory: (engine, nbytes, name, access) -> its region.
+Memory = Callable[[Engine, int, str, str], Awaitable[Region]]
 
 
-async def allocated(engine: Engine, nbytes: int, name: str, access: str = "rw") -> tuple[Region, Bytes]:
+async def allocated(engine: Engine, nbytes: int, name: str, access: str = "rw") -> Region:
     """Memory from `Engine.allocate`."""
-    region = await engine.allocate(nbytes, name, access=access)
-    return region, np.frombuffer(memoryview(region), np.uint8)
+    return await engine.allocate(nbytes, name, access=access)
 
 
-async def foreign(engine: Engine, nbytes: int, name: str, access: str = "rw") -> tuple[Region, Bytes]:
+async def foreign(engine: Engine, nbytes: int, name: str, access: str = "rw") -> Region:
     """Memory that somebody else allocated, registered."""
-    array = np.zeros(nbytes, np.uint8)
-    return await engine.register(array, name, access=access), array
+    return await engine.register(np.zeros(nbytes, np.uint8), name, access=access)
+
+
+async def npu(engine: Engine, nbytes: int, name: str, access: str = "rw") -> Region:
+    """Memory of the engine's NPU."""
+    return await engine.allocate(nbytes, name, access=access, device="npu")
+
+
+class Held:
+    """A region's bytes, wherever they are: the host's at once, an NPU's by a copy."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.view = np.frombuffer(memoryview(region), np.uint8) if region.device == "cpu" else None
+
+    async def get(self) -> Bytes:
+        """A copy of all of them, which is the caller's."""
+        if self.view is not None:
+            return self.view.copy()
+        out = np.empty(self.region.nbytes, np.uint8)
+        await self.region.download_into(out)
+        return out
+
+    async def set(self, bytes_or_value: Bytes | int) -> None:
+        if self.view is not None:
+            self.view[:] = bytes_or_value
+        else:
+            await self.region.upload(np.full(self.region.nbytes, bytes_or_value, np.uint8))
+
+    async def equals(self, model: Bytes) -> bool:
+        return bool((await self.get() == model).all())
 
 
 @dataclass
@@ -67,17 +95,17 @@ class Bench:
         self.seed += 1
         return np.random.default_rng(self.seed).integers(0, 256, nbytes, dtype=np.uint8)
 
-    async def local(self, nbytes: int) -> tuple[Region, Bytes]:
-        region, view = await self.here(self.a, nbytes, "", "rw")
-        view[:] = self.noise(nbytes)
-        return region, view
+    async def local(self, nbytes: int) -> tuple[Region, Held]:
+        held = Held(await self.here(self.a, nbytes, "", "rw"))
+        await held.set(self.noise(nbytes))
+        return held.region, held
 
-    async def remote(self, nbytes: int, access: str = "rw") -> tuple[Region, RemoteRegion, Bytes]:
+    async def remote(self, nbytes: int, access: str = "rw") -> tuple[Region, RemoteRegion, Held]:
         self._names += 1
         name = f"bench-{self._names}"
-        region, view = await self.there(self.b, nbytes, name, access)
-        view[:] = self.noise(nbytes)
-        return region, await self.peer.region(name), view
+        held = Held(await self.there(self.b, nbytes, name, access))
+        await held.set(self.noise(nbytes))
+        return held.region, await self.peer.region(name), held
 
 
 Check = Callable[[Bench], Awaitable[None]]
@@ -93,71 +121,70 @@ def check(function: Check) -> Check:
 async def write_is_remote_complete(bench: Bench) -> None:
     """Contract 1, at sizes around pages, chunks and the inline limit."""
     nbytes = (3 << 20) + 17
-    source, sent = await bench.local(nbytes)
-    _, remote, got = await bench.remote(nbytes)
+    source, held = await bench.local(nbytes)
+    _, remote, target = await bench.remote(nbytes)
+    sent, model = await held.get(), await target.get()
     for size in (0, 1, 63, 4096, 4097, 32768, 32769, 65536, (1 << 20) - 1, (1 << 20) + 1, nbytes):
-        model = got.copy()
         offset = (nbytes - size) // 3
         model[offset : offset + size] = sent[:size]
         transfer = await bench.peer.write(source[:size], remote[offset : offset + size])
         assert transfer.nbytes == size
-        assert (got == model).all(), f"a write of {size} bytes"
+        assert await target.equals(model), f"a write of {size} bytes"
 
 
 @check
 async def read_is_complete(bench: Bench) -> None:
     nbytes = (2 << 20) + 5
-    target, got = await bench.local(nbytes)
-    _, remote, kept = await bench.remote(nbytes)
+    target, held = await bench.local(nbytes)
+    _, remote, there = await bench.remote(nbytes)
+    kept, model = await there.get(), await held.get()
     for size in (0, 1, 4096, 32769, (1 << 20) + 1, nbytes):
-        model = got.copy()
         model[:size] = kept[nbytes - size :]
         await bench.peer.read(target[:size], remote[nbytes - size :])
-        assert (got == model).all(), f"a read of {size} bytes"
+        assert await held.equals(model), f"a read of {size} bytes"
 
 
 @check
 async def scattered_rows_land_where_they_belong(bench: Bench) -> None:
     nbytes, rows = 1 << 20, 3000
-    source, sent = await bench.local(nbytes)
-    _, remote, got = await bench.remote(nbytes)
+    source, held = await bench.local(nbytes)
+    _, remote, target = await bench.remote(nbytes)
     dice = np.random.default_rng(7)
     slots = dice.permutation(nbytes // 300)[:rows]
     there = slots * 300 + dice.integers(0, 50, rows)
     sizes = dice.integers(0, 250, rows)
     here = dice.integers(0, nbytes - 250, rows)
-    model = got.copy()
+    sent, model = await held.get(), await target.get()
     for lo, ro, n in zip(here, there, sizes, strict=True):
         model[ro : ro + n] = sent[lo : lo + n]
     await bench.peer.write_many(source, here, remote, there, sizes)
-    assert (got == model).all()
-    back = sent.copy()
+    assert await target.equals(model)
     for lo, ro, n in zip(slots * 300, there, sizes, strict=True):
-        back[lo : lo + n] = got[ro : ro + n]
+        sent[lo : lo + n] = model[ro : ro + n]
     await bench.peer.read_many(source, slots * 300, remote, there, sizes)
-    assert (sent == back).all()
+    assert await held.equals(sent)
 
 
 @check
 async def many_at_once(bench: Bench) -> None:
     count, size = 1000, 5000
-    source, sent = await bench.local(count * size)
-    _, remote, got = await bench.remote(count * size)
+    source, held = await bench.local(count * size)
+    _, remote, target = await bench.remote(count * size)
     await wait_all(
         bench.peer.write(source[i * size : (i + 1) * size], remote[i * size : (i + 1) * size]) for i in range(count)
     )
-    assert (got == sent).all()
+    assert await target.equals(await held.get())
 
 
 @check
 async def a_note_follows_its_bytes(bench: Bench) -> None:
     """Contract 2."""
     nbytes = 4 << 20
-    source, sent = await bench.local(nbytes)
-    _, remote, got = await bench.remote(nbytes)
+    source, held = await bench.local(nbytes)
+    _, remote, target = await bench.remote(nbytes)
     transfer = bench.peer.write(source, remote, note=b"here", topic="conformance")
     note = await bench.b.notes("conformance").get()
-    assert (got == sent).all()
+    assert await target.equals(await held.get())
     assert (note.payload, note.aborted) == (b"here", False)
     await transfer
 
@@ -166,9 +193,10 @@ async def a_note_follows_its_bytes(bench: Bench) -> None:
 async def a_cancelled_write_leaves_the_source_alone(bench: Bench) -> None:
     """Contract 3: after the cancellation the source is overwritten, and none of the new bytes may arrive."""
     nbytes = 16 << 20
-    source, sent = await bench.local(nbytes)
-    _, remote, got = await bench.remote(nbytes)
-    sent[:], got[:] = 1, 0
+    source, held = await bench.local(nbytes)
+    _, remote, target = await bench.remote(nbytes)
+    await held.set(1)
+    await target.set(0)
     await bench.peer.write(source[:1], remote[:1])
     for _ in range(5):
         task = asyncio.ensure_future(bench.peer.write(source, remote))
@@ -176,12 +204,12 @@ async def a_cancelled_write_leaves_the_source_alone(bench: Bench) -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        sent[:] = 2
+        await held.set(2)
         await bench.peer.notify(b"", topic="fence")  # whatever was on its way has had every chance to arrive
-        assert not (got == 2).any(), "a byte written after the cancellation arrived"
-        sent[:] = 1
+        assert not (await target.get() == 2).any(), "a byte written after the cancellation arrived"
+        await held.set(1)
     await bench.peer.write(source, remote)
-    assert (got == 1).all()
+    assert (await target.get() == 1).all()
     await drain_topic(bench, "fence", 5)
 
 
@@ -190,12 +218,12 @@ async def revoked_memory_stays_untouched(bench: Bench) -> None:
     """Contract 3, the owner's side."""
     nbytes, block = 1 << 20, 1 << 16
     source, _ = await bench.local(nbytes)
-    region, remote, got = await bench.remote(nbytes)
+    region, remote, target = await bench.remote(nbytes)
     await region.revoke(spans=[(block, block)])
-    model = got.copy()
+    model = await target.get()
     await refused(lambda: bench.peer.write(source[:block], remote[block : 2 * block]))
     await refused(lambda: bench.peer.read(source[:block], remote[block : 2 * block]))
-    assert (got == model).all()
+    assert await target.equals(model)
     await bench.peer.write(source[:block], remote[:block])  # the rest is as it was
     region.grant(spans=[(block, block)])
     for _ in range(1000):  # the grant travels to the peer
@@ -215,12 +243,12 @@ async def access_bits_hold(bench: Bench) -> None:
     """Contract 10."""
     source, _ = await bench.local(4096)
     _, readable, _ = await bench.remote(4096, "r")
-    _, writable, got = await bench.remote(4096, "w")
+    _, writable, target = await bench.remote(4096, "w")
     await bench.peer.read(source, readable)
     await refused(lambda: bench.peer.read(source, writable))
-    before = got.copy()
+    before = await target.get()
     await bench.peer.write(source, writable)
-    assert not (got == before).all()
+    assert not await target.equals(before)
     await refused(lambda: bench.peer.write(source, readable))
 
 
@@ -228,15 +256,17 @@ async def access_bits_hold(bench: Bench) -> None:
 async def one_bad_row_moves_nothing(bench: Bench) -> None:
     """Contract 7."""
     source, _ = await bench.local(1 << 16)
-    _, remote, got = await bench.remote(1 << 16)
-    model = got.copy()
+    _, remote, target = await bench.remote(1 << 16)
+    model = await target.get()
     offsets = np.arange(100) * 64
     bad = offsets.copy()
     bad[57] = (1 << 16) - 63
     await bad_rows(lambda: bench.peer.write_many(source, offsets, remote, bad, 64), "57")
     bad[57] = bad[3] + 1
     await bad_rows(lambda: bench.peer.write_many(source, offsets, remote, bad, 64), "row")
-    assert (got == model).all()
+    assert await target.equals(model)
+    await bench.peer.write_many(source, offsets, remote, offsets, 64)  # without it, they are fine
+    assert not await target.equals(model)
 
 
 async def bad_rows(post: Callable[[], Transfer], word: str) -> None:

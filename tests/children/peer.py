@@ -219,12 +219,11 @@ def say(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-async def serve(engine: aiohixl.Engine) -> None:
-    peer = Peer(engine)
+async def serve(peer: Peer) -> None:
     reader = asyncio.StreamReader(limit=1 << 20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    say({"answer": engine.address})
+    say({"answer": peer.engine.address})
     while line := await reader.readline():
         request = json.loads(line)
         try:
@@ -238,7 +237,7 @@ async def main() -> None:
     options["faults"] = [Fault(**fault) for fault in options.get("faults", ())]
     engine = await aiohixl.Engine(sys.argv[1], **options).start()
     with contextlib.suppress(aiohixl.ClosedError):
-        await serve(engine)
+        await serve(Peer(engine))
         await engine.close(timeout=0.1)
 
 

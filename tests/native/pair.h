@@ -18,7 +18,7 @@ enum { TOKENS = 1 << 17, REMOTES = 64, DONES = 4096, NOTES = 1024, PATIENCE = 30
 
 typedef struct {
     _Atomic uint32_t finals, earlies; /* records with quiesced 1, and 0 */
-    uint32_t status, early_status;
+    uint32_t status, early_status, code;
     int32_t sys_errno;
     uint64_t nbytes, index;
 } outcome_t;
@@ -42,7 +42,7 @@ typedef struct {
     hx_rregion_t *remote[REMOTES];
     char names[REMOTES][24];
     size_t nremote;
-    uint32_t up, ready, lost, refused, failed, deleted, nnotes, usable, unusable;
+    uint32_t up, ready, lost, refused, failed, deleted, nnotes, usable, unusable, nnotifies, warnings;
     uint32_t lost_status, failed_status, refused_status;
     char text[HX_TEXT_MAX];
     outcome_t *of;
@@ -119,6 +119,13 @@ static inline void take_event(side_t *s, hx_event_t *ev)
             memcpy(done->span, ev->blob, sizeof done->span);
         break;
     }
+    case HX_EV_NOTIFY:
+        s->nnotifies++;
+        snprintf(s->text, sizeof s->text, "%.*s", (int)ev->blob_len, ev->blob);
+        break;
+    case HX_EV_WARNING:
+        s->warnings++;
+        break;
     default:
         CHECK(!"an event of a kind that does not exist");
     }
@@ -135,12 +142,14 @@ static inline bool pump(side_t *s)
     do {
         size_t n = hx_engine_drain(s->engine, records, 16, &more);
         for (size_t i = 0; i < n; i++) {
+            free(records[i].detail);
             if (!CHECK(records[i].token < TOKENS))
                 continue;
             outcome_t *o = &s->of[records[i].token];
             if (records[i].quiesced) {
                 o->status = records[i].status;
                 o->sys_errno = records[i].sys_errno;
+                o->code = records[i].code;
                 o->nbytes = records[i].nbytes;
                 o->index = records[i].index;
                 CHECK_EQ(atomic_fetch_add(&o->finals, 1), 0);

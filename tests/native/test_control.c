@@ -417,9 +417,10 @@ static void test_offences(void)
     ENTRY(e.blob_len = UINT32_MAX);
     ENTRY(e.blob_len = 1);
     ENTRY(e.kind = 0);
-    ENTRY(e.kind = 4);
+    ENTRY(e.kind = HX_KIND_DEVICE + 1);
     ENTRY(e.nbytes = UINT64_MAX);
     ENTRY((e.addr = UINT64_MAX, e.nbytes = 1));
+    ENTRY((e.direct = UINT64_MAX, e.nbytes = 1));
     uint8_t twice[1024];
     memcpy(twice, add, n);
     memcpy(twice + n, add, n);
@@ -447,6 +448,9 @@ static void test_offences(void)
     ENDS(999, 0, NULL, 0);
     ENDS_FDS(HX_F_PING, 0, NULL, 0, 1);
     ENDS_FDS(HX_F_PING, 0, NULL, 0, 2);
+    ENDS(HX_F_PATH, 0, add, 3);
+    ENDS(HX_F_PATH, 0, add, n); /* neither side has such a path */
+    ENDS(HX_F_REVOKE_ACK, 1, NULL, 0);
     ENDS(HX_F_BYE, 0, NULL, 0);
 #undef ENTRY
 #undef ENDS
