@@ -6,6 +6,7 @@
  * connection, the peer proves on its control link that it was alive after the connection was made: then it was the one that
  * listened, and what we know of its memory is true (contract 9). */
 #define _GNU_SOURCE
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -273,8 +274,10 @@ static void rest(hx_hpeer_t *p, uint32_t seen, uint64_t wait)
     bool spin = h->busy_poll_ns && hx_now_ns() - h->last_post_ns < h->busy_poll_ns;
     uint64_t until = h->last_post_ns + h->busy_poll_ns;
     pthread_mutex_unlock(&h->mu);
-    while (spin && hx_bell_read(&p->bell) == seen)
+    while (spin && hx_bell_read(&p->bell) == seen) {
+        sched_yield(); /* whoever is to ring may be on this core */
         spin = hx_now_ns() < until;
+    }
     if (wait)
         hx_bell_wait_ns(&p->bell, seen, wait);
     else

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -57,8 +59,12 @@ class CompletionQueue:
         self.statuses = _core.statuses()
         self.new_token = itertools.count(1).__next__
         self._on_event = on_event
+        #: Seconds for which an await keeps the loop from going to sleep: to wake it costs more than a short transfer.
+        self.busy_poll = 0.0
         self._turn = 0
         self._reading = False
+        self._turning = False
+        self._turn_until = 0.0
 
     def start(self) -> None:
         self.loop.add_reader(self.core.fileno(), self._drain)
@@ -87,6 +93,23 @@ class CompletionQueue:
             return False
         self._turn = 0
         return True
+
+    def keep_turning(self) -> None:
+        """Somebody begins to wait: look at every turn of the loop for `busy_poll`; other tasks run beside it."""
+        if self.busy_poll:
+            self._turn_until = time.monotonic() + self.busy_poll
+            if not self._turning:
+                self._turning = True
+                self.loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        if self.closed:
+            return
+        if not self.drain_round() and (not self.sinks or time.monotonic() >= self._turn_until):
+            self._turning = False
+            return
+        os.sched_yield()  # the thread that completes it may be on this core
+        self.loop.call_soon(self._look)
 
     def _drain(self) -> None:
         if self.closed:

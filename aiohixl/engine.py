@@ -166,6 +166,7 @@ class Engine:
         self._core = core
         self._queue = CompletionQueue(self._core, loop, self._on_event)
         self._queue.after_drain = self._after_drain
+        self._queue.busy_poll = config.busy_poll
         self._queue.start()
         npu_id = None if config.hixl is None else config.hixl.npu_id
         self._registry = Registry(self._core, self._queue, self.check, self._incarnation_of, self._events.emit, npu_id)

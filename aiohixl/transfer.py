@@ -224,9 +224,15 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         return self
 
     def _waiter(self) -> asyncio.Future[None]:
+        # Not `CompletionQueue.waiter`: its callback would be one more of the loop's for each await, and who leaves early
+        # takes the future out.
+        future = self._queue.loop.create_future()
         if self._waiters is None:
-            self._waiters = []
-        return self._queue.waiter(self._waiters)
+            self._waiters = [future]
+        else:
+            self._waiters.append(future)
+        self._queue.keep_turning()
+        return future
 
     def _wait(self) -> Generator[Any, Any, None]:
         if not self._queue.on_loop():

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HIXL blocks where it likes; the loop and the other peers go on. And its calls never meet where they must not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import random
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from standin import FLAVOURS, LIBRARY, PairNpu, Standin, StartNpu, npu_region
+
+import aiohixl
+from aiohixl import ClosedError, HixlError
+
+MIB = 1 << 20
+P99 = 0.005  # seconds: a requirement
+
+
+@contextlib.asynccontextmanager
+async def ticking() -> AsyncIterator[list[float]]:
+    """A 1 ms ticker; afterwards, 99 of 100 ticks came within 5 ms."""
+    late: list[float] = []
+    over = False
+
+    async def tick() -> None:
+        while not over:
+            begin = time.perf_counter()
+            await asyncio.sleep(0.001)
+            late.append(time.perf_counter() - begin - 0.001)
+
+    task = asyncio.create_task(tick())
+    try:
+        yield late
+    finally:
+        over = True
+        await task
+    late.sort()
+    p99 = late[int(len(late) * 0.99)]
+    print(f"{len(late)} ticks, late by p50 {late[len(late) // 2] * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms")
+    assert p99 <= P99
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+async def test_one_peers_post_blocks_nobody_else(standin: Standin, start_npu: StartNpu, flavour: str) -> None:
+    """TransferAsync of one peer takes 3 s. Polls do not wait for it either: they would share its lock."""
+    standin.set(**FLAVOURS[flavour])
+    a = await start_npu("a")
+    source = await npu_region(a, 4096, fill=5)
+    slow, fast = await start_npu("slow", 1), await start_npu("fast", 1)
+    targets = [await npu_region(engine, 4096, "t") for engine in (slow, fast)]
+    peers = [await a.connect(engine.address) for engine in (slow, fast)]
+    remotes = [await peer.region("t") for peer in peers]
+    for peer, remote in zip(peers, remotes, strict=True):
+        await peer.write(source, remote)
+    standin.set(block_post_peer=slow.hixl_address, block_post_ms=3000)
+    blocked = peers[0].write(source, remotes[0])
+    rounds = 0
+    async with ticking() as late:
+        while standin.stat("posting") == 0:
+            await asyncio.sleep(0.001)
+        await source.upload(np.full(4096, 6, np.uint8))
+        while not blocked.done():
+            await peers[1].write(source, remotes[1])
+            await peers[1].notify(b"", topic=str(rounds))
+            rounds += 1
+            if rounds % 10 == 0:
+                await asyncio.sleep(0)
+        assert len(late) > 300
+    assert rounds > 100
+    assert set(await targets[1].download()) == {6}
+    await blocked
+    assert blocked.elapsed is not None
+    assert blocked.elapsed > 2.5
+    assert standin.stat("polls_during_post") == 0
+    assert standin.stat("max_concurrent_posts") >= 2
+
+
+async def test_connect_blocks_nobody_else(standin: Standin, start_npu: StartNpu) -> None:
+    a = await start_npu("a")
+    source = await npu_region(a, 4096, fill=5)
+    one, other = await start_npu("one", 1), await start_npu("other", 1)
+    targets = [await npu_region(engine, 4096, "t") for engine in (one, other)]
+    peer = await a.connect(one.address)
+    remote = await peer.region("t")
+    await peer.write(source, remote)
+    standin.set(connect_ms=1500)
+    second = await a.connect(other.address)
+    waiting = second.write(source, await second.region("t"))
+    async with ticking():
+        while not waiting.done():
+            await peer.write(source, remote)
+    await waiting
+    assert set(await targets[1].download()) == {5}
+
+
+async def test_starting_and_closing_block_nobody(standin: Standin, start_npu: StartNpu) -> None:
+    """Finalize takes most of a second."""
+    standin.set(flavour="comm", finalize_ms=600)
+    async with ticking() as late:
+        for npu_id in (0, 1):
+            engine = await start_npu(f"e{npu_id}", npu_id)
+            await npu_region(engine, 16 * MIB)
+            await engine.close()
+        assert len(late) > 200
+    assert standin.stat("finalizes") == 2
+
+
+async def test_the_loops_thread_never_calls_hixl(standin: Standin, pair_npu: PairNpu) -> None:
+    """Each call of its leaves a context on the thread that made it."""
+    acl = ctypes.CDLL(str(LIBRARY / "libacl_rt.so"))
+
+    def context() -> int | None:
+        found = ctypes.c_void_p()
+        acl.aclrtGetCurrentContext(ctypes.byref(found))
+        return found.value
+
+    a, b, peer = await pair_npu()
+    source, _ = await npu_region(a, MIB, fill=1), await npu_region(b, MIB, "t")
+    remote = await peer.region("t")
+    await peer.write(source, remote, note=b"x")
+    await peer.read(source, remote)
+    await aiohixl.wait_all(peer.post_write(source[i : i + 1], remote[i : i + 1]) for i in range(100))
+    raw = await a.connect_raw(b.hixl_address or "", regions={})
+    await raw.notify("text")
+    await raw.close()
+    await source.download()
+    await source.deregister()
+    host = await a.register(np.zeros(10, np.uint8))
+    await host.deregister()
+    await a.close()
+    assert context() is None
+
+    seen: list[int | None] = []
+
+    def call() -> None:
+        acl.aclrtSetDevice(0)
+        seen.append(context())
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert seen[0], "a context can be seen"
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+async def test_nothing_is_polled_while_nothing_is_outstanding(
+    standin: Standin, pair_npu: PairNpu, flavour: str
+) -> None:
+    standin.set(**FLAVOURS[flavour])
+    a, b, peer = await pair_npu()
+    source, _ = await npu_region(a, MIB, fill=1), await npu_region(b, MIB, "t")
+    remote = await peer.region("t")
+    await aiohixl.wait_all(peer.write(source, remote) for _ in range(50))
+
+    def calls() -> list[int]:
+        return [standin.stat(key) for key in ("polls", "bulk_polls", "get_notifies", "posts", "connects")]
+
+    before, cpu = calls(), time.process_time()
+    await asyncio.sleep(0.5)
+    assert calls() == before
+    print(f"CPU of half an idle second: {(time.process_time() - cpu) * 1e3:.2f} ms")
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+async def test_polls_become_rare(standin: Standin, pair_npu: PairNpu, flavour: str) -> None:
+    """At most every 200 us or so while something is outstanding for long; far fewer than a busy poller's."""
+    standin.set(**FLAVOURS[flavour])
+    a, b, peer = await pair_npu()
+    source, _ = await npu_region(a, MIB, fill=1), await npu_region(b, MIB, "t")
+    remote = await peer.region("t")
+    await peer.write(source, remote)
+    before = standin.stat("polls") + standin.stat("bulk_polls")
+    standin.set(hang_device=1)
+    hung = peer.write(source, remote)
+    await asyncio.sleep(0.5)
+    polls = standin.stat("polls") + standin.stat("bulk_polls") - before
+    standin.set(hang_device=0)
+    await hung
+    assert polls < 4000, "0.5 s at 200 us are 2,500"
+
+
+# ---- once, and in order ----
+
+
+async def test_initialized_once(standin: Standin, start_npu: StartNpu) -> None:
+    a = await start_npu("a")
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="started before"):
+            await a.start()
+    assert standin.stat("initializes") == 1
+    await a.close()
+    with pytest.raises(ClosedError):
+        await a.start()
+    assert (standin.stat("initializes"), standin.stat("finalizes")) == (1, 1)
+
+
+async def test_a_port_that_is_taken(standin: Standin, start_npu: StartNpu) -> None:
+    a = await start_npu("a")
+    assert a.hixl_address is not None
+    with pytest.raises(aiohixl.ConfigError, match=r"503900"):
+        await aiohixl.Engine(
+            "b", transports=["hixl"], hixl_library=standin.library, hixl_address=a.hixl_address
+        ).start()
+    await start_npu("c", hixl_address="127.0.0.1:0")
+
+
+async def test_a_start_that_is_given_up(standin: Standin) -> None:
+    """A thread finishes it, and undoes it."""
+    standin.set(finalize_ms=0)
+    for turns in range(4):
+        task = asyncio.ensure_future(
+            aiohixl.Engine("x", transports=["hixl"], hixl_library=standin.library).start()
+        )
+        for _ in range(turns + 1):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    for thread in threading.enumerate():
+        if thread.name.startswith("aiohixl"):
+            await asyncio.to_thread(thread.join)
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert standin.stat("finalizes") == standin.stat("initializes")
+
+
+@pytest.mark.parametrize("how", ["close", "abort", "impatient"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+async def test_closed_in_the_middle_of_everything(
+    standin: Standin, start_npu: StartNpu, flavour: str, how: str
+) -> None:
+    """The stand-in aborts the process when Finalize meets another call."""
+    standin.set(**FLAVOURS[flavour], latency_us=300, connect_ms=2)
+    dice = random.Random(f"{flavour} {how}")
+    b = await start_npu("b", 1)
+    await npu_region(b, MIB, "t")
+    for _ in range(6):
+        a = await start_npu("a", cancel_grace=0.05)
+        c = await start_npu("c", 1)
+        await npu_region(c, MIB, "t")
+        source = await npu_region(a, MIB, fill=1)
+        stop = threading.Event()
+        posted = threading.Event()
+
+        def post(peer: aiohixl.Peer, remote: aiohixl.RemoteRegion, stop: threading.Event, posted: threading.Event) -> None:
+            with contextlib.suppress(HixlError):
+                while not stop.is_set():
+                    with contextlib.suppress(aiohixl.QueueFullError):
+                        loop.call_soon_threadsafe(peer.post_write(local, remote).detach)
+                    posted.set()
+                    stop.wait(0.0002)
+
+        async def work(engine: aiohixl.Engine, address: str) -> None:
+            with contextlib.suppress(HixlError):
+                while True:
+                    peer = await engine.connect(address)
+                    remote = await peer.region("t")
+                    await aiohixl.wait_all(peer.write(source, remote) for _ in range(5))
+                    extra = await engine.allocate(4096, device="npu")
+                    await peer.write(extra, remote[:4096])
+                    await extra.deregister()
+                    if dice.random() < 0.3:
+                        await peer.close()
+
+        loop, local = asyncio.get_running_loop(), source[:64]
+        peer = await a.connect(b.address)
+        thread = threading.Thread(target=post, args=(peer, await peer.region("t"), stop, posted))
+        thread.start()
+        tasks = [asyncio.create_task(work(a, engine.address)) for engine in (b, c)]
+        raw = asyncio.create_task(a.connect_raw(c.hixl_address or "", regions={}))
+        await asyncio.to_thread(posted.wait, 10)
+        await asyncio.sleep(dice.random() * 0.02)
+        if how == "abort":
+            a.abort()
+        else:
+            await a.close(timeout=0.0 if how == "impatient" else 0.2)
+        stop.set()
+        await asyncio.to_thread(thread.join)
+        await asyncio.gather(*tasks, raw, return_exceptions=True)
+        await c.close()
+    assert standin.stat("initializes") == standin.stat("finalizes") + 1
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_closed_while_nothing_returns(standin: Standin, start_npu: StartNpu) -> None:
+    """The NPU hangs, and so does Disconnect: what cannot be had back is said, and close ends."""
+    a, b = await start_npu("a", cancel_grace=0.1), await start_npu("b", 1)
+    source, _ = await npu_region(a, MIB, fill=1), await npu_region(b, MIB, "t")
+    peer = await a.connect(b.address)
+    remote = await peer.region("t")
+    await peer.write(source, remote)
+    standin.set(hang_device=1, hang_disconnect_ms=3000)
+    hung = peer.write(source, remote)
+    while standin.stat("posts") < 2:
+        await asyncio.sleep(0.001)
+    async with asyncio.timeout(20):
+        with contextlib.suppress(aiohixl.RegionPinnedError):
+            await a.close(timeout=0.0)
+    with pytest.raises(HixlError):
+        await hung
