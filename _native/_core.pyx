@@ -39,6 +39,7 @@ EV_NOTIFY = hx.HX_EV_NOTIFY
 EV_WARNING = hx.HX_EV_WARNING
 TRANSPORT_SHM = hx.HX_TRANSPORT_SHM
 TRANSPORT_HIXL = hx.HX_TRANSPORT_HIXL
+TRANSPORT_TCP = hx.HX_TRANSPORT_TCP
 FAULT_ACTIONS = {
     "delay": hx.HX_FAULT_DELAY,
     "fail": hx.HX_FAULT_FAIL,
@@ -157,6 +158,10 @@ cdef class Engine:
                 config.stall_timeout_ns = value
             elif key == "handshake_timeout_ns":
                 config.handshake_timeout_ns = value
+            elif key == "streams":
+                config.streams = value
+            elif key == "checksum":
+                config.checksum = value
             elif key == "cancel_grace_ns":
                 config.cancel_grace_ns = value
             else:

@@ -115,7 +115,10 @@ static void on_link(hx_link_t *link, uint32_t events)
         }
         link->want_write = false;
         hx_control_watch(link->engine, link);
-        hx_hello_start(link);
+        if (link->data_ep)
+            hx_data_start(link);
+        else
+            hx_hello_start(link);
         return;
     }
     if (events & EPOLLOUT)

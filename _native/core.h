@@ -37,6 +37,7 @@ typedef struct hx_job hx_job_t;
 typedef struct hx_standing hx_standing_t;
 typedef struct hx_provider hx_provider_t;
 typedef struct hx_hpeer hx_hpeer_t;
+typedef struct hx_tpeer hx_tpeer_t;
 typedef struct hx_ack hx_ack_t;
 
 /* ---- operations (op.c) ---- */
@@ -205,7 +206,7 @@ struct hx_region {
     uint32_t name_len, blob_len;
     /* control thread only */
     bool wanted;             /* to be announced; holds a reference until it is deregistered or the engine stops */
-    bool announced;          /* peers have been told */
+    _Atomic bool announced;  /* peers have been told */
     hx_standing_t *standing; /* what is revoked now (standing.c) */
 };
 
@@ -344,6 +345,10 @@ struct hx_endpoint {
     uint64_t lost_ns;
     hx_acks_t unacked;            /* what it has not acknowledged; control thread only */
     hx_acks_t owed;               /* what we have not; control thread only */
+    uint64_t features;            /* what both sides have */
+    uint8_t data_key[32];         /* of its data connections (data_hello.c) */
+    hx_revoked_set_t denied;      /* what it may not touch of ours: the owner's own check, where the owner makes one */
+    hx_tpeer_t *tcp;              /* likewise */
     hx_hpeer_t *hixl;             /* set before the first remote region is known */
     uint32_t hixl_asked;          /* the connection that it was asked for; its poster only */
     _Atomic uint32_t hixl_proven; /* the connection whose other end is known to be this peer (hixl_peer.c) */
@@ -403,6 +408,7 @@ typedef enum {
     HX_CMD_CLOSE,
     HX_CMD_SUPERSEDE,
     HX_CMD_PING,
+    HX_CMD_DIAL,
     HX_CMD_RAW,
     HX_CMD_RAW_ANSWER,
 } hx_cmd_kind_t;

@@ -25,6 +25,7 @@ hx_endpoint_t *hx_endpoint_new(hx_engine_t *engine)
     atomic_init(&ep->refs, 1);
     pthread_mutex_init(&ep->note_mu, NULL);
     hx_revoked_init(&ep->revoked);
+    hx_revoked_init(&ep->denied);
     return ep;
 }
 
@@ -54,6 +55,7 @@ void hx_endpoint_unref(hx_endpoint_t *ep)
         close(ep->pidfd);
     pthread_mutex_destroy(&ep->note_mu);
     hx_revoked_free(&ep->revoked);
+    hx_revoked_free(&ep->denied);
     free(ep);
 }
 

@@ -17,13 +17,13 @@ static void broken(hx_link_t *link, const char *what)
     hx_link_fail(link, HX_ERR_MISMATCH, 0, "the peer broke the control protocol: %s", what);
 }
 
-static void say_path(void *to, const char *name, const uint8_t *body, size_t n)
+static void say_path(void *to, const char *name, uint64_t feature, const uint8_t *body, size_t n)
 {
     hx_link_t *link = to;
     uint32_t name_len = (uint32_t)strlen(name);
     struct iovec parts[] = {
         {&name_len, sizeof name_len}, {(void *)(uintptr_t)name, name_len}, {(void *)(uintptr_t)body, n}};
-    if (link->ep->acks)
+    if (link->ep->features & feature && n)
         hx_link_send(link, HX_F_PATH, 0, parts, 3, -1);
 }
 
@@ -37,7 +37,7 @@ static void on_path(hx_link_t *link, const uint8_t *body, size_t n)
     memcpy(&name_len, body, sizeof name_len);
     body += sizeof name_len;
     n -= sizeof name_len;
-    if (!link->ep->acks || name_len > n || link->nregions ||
+    if (!link->ep->features || name_len > n || link->nregions ||
         !hx_providers_meet(link->ep, (const char *)body, name_len, body + name_len, n - name_len))
         broken(link, "impossible path");
 }
@@ -56,8 +56,8 @@ static void come_up(hx_link_t *link)
         hx_control_watch_pid(engine, ep);
     hx_event_t ev = {.kind = HX_EV_PEER_UP, .ep = ep, .value = link->outgoing, .token = ep->token};
     hx_event_emit(engine, ev, NULL, 0, NULL, 0);
-    hx_providers_introduce(engine, say_path, link); /* before the first region that could be reached that way */
-    hx_frames_send_table(link);                     /* from here on it hears of every change, and of every revocation */
+    hx_providers_introduce(ep, say_path, link); /* before the first region that could be reached that way */
+    hx_frames_send_table(link);                 /* from here on it hears of every change, and of every revocation */
 }
 
 static void on_page(hx_link_t *link)

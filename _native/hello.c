@@ -61,7 +61,7 @@ static size_t greet(hx_link_t *link, uint8_t out[HX_HELLO_MAX])
         .magic = HX_MAGIC,
         .version_min = HX_WIRE_VERSION,
         .version_max = HX_WIRE_VERSION,
-        .features = hx_providers_one_sided(engine) ? HX_FEATURE_ACKS : 0,
+        .features = hx_providers_features(engine),
         .epoch = atomic_load(&engine->epoch),
         .vm_addr = (uintptr_t)engine->nonce,
         .secret = engine->secret != NULL,
@@ -146,7 +146,9 @@ static void bring_up(hx_link_t *link, const uint8_t *theirs)
     hx_endpoint_t *ep = link->ep;
     hx_hello_t h;
     memcpy(&h, theirs, sizeof h);
-    ep->acks = (h.features & HX_FEATURE_ACKS) && hx_providers_one_sided(link->engine);
+    ep->features = h.features & hx_providers_features(link->engine);
+    ep->acks = ep->features & HX_FEATURE_ACKS;
+    hx_data_key(link, ep->data_key);
     hx_control_epoch_ok(link->engine, ep->name, ep->epoch, true);
     hx_control_supersede(link->engine, ep->name, ep->epoch);
     if (!link->known)
@@ -278,6 +280,8 @@ void hx_hello_frame(hx_link_t *link, const hx_frame_t *frame, const uint8_t *bod
         hx_link_fail(link, HX_ERR_MISMATCH, 0, "descriptors before authentication");
         return;
     }
+    if (hx_data_frame(link, frame, body, n))
+        return;
     if (frame->type == HX_F_REJECT && link->outgoing) {
         bool known = frame->arg == HX_ERR_AUTH || frame->arg == HX_ERR_STALE;
         hx_link_fail(link, known ? (hx_status_t)frame->arg : HX_ERR_MISMATCH, 0, "refused: %.*s",

@@ -418,11 +418,11 @@ static bool idle(hx_endpoint_t *ep)
     return idle;
 }
 
-static size_t introduce(hx_engine_t *engine, void *state, uint8_t *out, size_t max)
+static size_t introduce(hx_endpoint_t *ep, void *state, uint8_t *out, size_t max)
 {
     hx_hixl_t *h = state;
     size_t n = strlen(h->local);
-    (void)engine;
+    (void)ep;
     if (sizeof h->fence_ns + n > max)
         return 0;
     memcpy(out, &h->fence_ns, sizeof h->fence_ns);
@@ -595,6 +595,7 @@ const hx_provider_t hx_provider_hixl = {
     .abi = HX_PROVIDER_ABI,
     .name = "hixl",
     .transport = HX_TRANSPORT_HIXL,
+    .feature = HX_FEATURE_ACKS,
     .orders_after = true,
     .probe = probe,
     .open = open_hixl,

@@ -37,6 +37,8 @@ typedef enum {
     HX_ERR_CANCELLED = 18,     /* hx_cancel */
     HX_ERR_FAULT = 19,         /* the kernel refused the copy: see sys_errno */
     HX_ERR_PROVIDER = 20,      /* the transport's own library reported an error: see `code` and the detail */
+    HX_ERR_CONNECTION = 21,    /* the data connection dropped, or could not be made: a part may have landed */
+    HX_ERR_CHECKSUM = 22,      /* what arrived is not what was sent */
     /* this peer */
     HX_ERR_UNREACHABLE = 40,
     HX_ERR_PEER_LOST = 41,
@@ -97,7 +99,7 @@ typedef struct {
     uint64_t busy_poll_ns; /* how long a poster spins for a completion, and for the next post, before it sleeps */
 } hx_hixl_config_t;
 
-typedef enum { HX_TRANSPORT_SHM = 1, HX_TRANSPORT_HIXL = 2 } hx_transport_t;
+typedef enum { HX_TRANSPORT_SHM = 1, HX_TRANSPORT_HIXL = 2, HX_TRANSPORT_TCP = 4 } hx_transport_t;
 
 typedef struct {
     const char *name;
@@ -121,6 +123,8 @@ typedef struct {
     size_t nfaults;
     uint32_t transports;          /* hx_transport_t bits that may be used */
     const hx_hixl_config_t *hixl; /* NULL: without */
+    uint32_t streams;             /* tcp: connections to a peer; 0: the measured default */
+    bool checksum;                /* tcp: CRC-32C of each message */
 } hx_config_t;
 
 typedef struct {

@@ -50,6 +50,7 @@ cdef extern from "hx.h" nogil:
         HX_FAULT_DIE
         HX_TRANSPORT_SHM
         HX_TRANSPORT_HIXL
+        HX_TRANSPORT_TCP
 
     ctypedef struct hx_engine_t:
         pass
@@ -98,6 +99,8 @@ cdef extern from "hx.h" nogil:
         const hx_fault_t *faults
         size_t nfaults
         uint32_t transports
+        uint32_t streams
+        hx_bool checksum
         const hx_hixl_config_t *hixl
 
     ctypedef struct hx_target_t:

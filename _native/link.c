@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "link.h"
+#include "provider.h"
 
 #define RX_STEP (64u << 10)
 
@@ -56,6 +57,19 @@ void hx_link_close(hx_link_t *link)
     close(link->fd);
 }
 
+int hx_link_detach(hx_link_t *link)
+{
+    int fd = link->fd;
+    link->dead = true;
+    link->ep->link = NULL;
+    if (!link->known)
+        link->engine->control.shaking--;
+    link->known = true;
+    epoll_ctl(link->engine->control.epoll_fd, EPOLL_CTL_DEL, fd, NULL);
+    link->fd = -1;
+    return fd;
+}
+
 void hx_link_free(hx_link_t *link)
 {
     for (hx_out_t *out; (out = link->tx_head);) {
@@ -67,6 +81,7 @@ void hx_link_free(hx_link_t *link)
     for (unsigned i = 0; i < link->nfds; i++)
         close(link->fds[i]);
     free(link->rx);
+    hx_endpoint_unref(link->data_ep);
     hx_endpoint_unref(link->ep);
     free(link);
 }
@@ -87,6 +102,8 @@ void hx_link_fail(hx_link_t *link, hx_status_t status, int err, const char *form
     hx_link_close(link);
     if (up) {
         hx_endpoint_lose(ep, HX_ERR_PEER_LOST, text);
+    } else if (link->outgoing && link->data_ep) {
+        hx_providers_dial_failed(link->data_ep); /* it tries again; the peer itself is not in question */
     } else if (link->outgoing) {
         hx_event_t ev = {.kind = HX_EV_CONNECT_FAILED, .status = status, .sys_errno = err, .token = ep->token};
         hx_event_emit(engine, ev, NULL, 0, text, strlen(text));
@@ -253,6 +270,7 @@ static void parse(hx_link_t *link)
         }
         const uint8_t *body = link->rx + at + sizeof frame;
         size_t n = frame.length - sizeof frame;
+        link->rx_at = at + frame.length;
         if (link->state == HX_LINK_UP || link->state == HX_LINK_WAIT_PAGE)
             hx_frames_handle(link, &frame, body, n);
         else
@@ -440,6 +458,37 @@ void hx_link_connect(hx_engine_t *engine, const hx_command_t *cmd)
     snprintf(link->want_name, sizeof link->want_name, "%s", cmd->name);
     link->want_incarnation = cmd->has_incarnation;
     memcpy(link->wanted, cmd->incarnation, sizeof link->wanted);
+    link->state = HX_LINK_CONNECTING;
+    link->want_write = true;
+    hx_control_watch(engine, link);
+}
+
+void hx_link_dial(hx_endpoint_t *ep, uint32_t stream)
+{
+    hx_engine_t *engine = ep->engine;
+    struct sockaddr_storage ss;
+    socklen_t len = sizeof ss;
+    uint64_t session;
+    int fd = -1;
+    bool begun = false;
+    if (atomic_load(&ep->state) == HX_EP_UP && hx_providers_data_address(ep, &ss, &len, &session)) {
+        fd = socket(ss.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        if (fd >= 0) {
+            tune_tcp(engine, fd);
+            begun = connect(fd, (struct sockaddr *)&ss, len) == 0 || errno == EINPROGRESS;
+        }
+    }
+    if (!begun) {
+        if (fd >= 0)
+            close(fd);
+        hx_providers_dial_failed(ep);
+        return;
+    }
+    hx_link_t *link = hx_link_new(engine, fd, true, true);
+    hx_endpoint_ref(ep);
+    link->data_ep = ep;
+    link->session = session;
+    link->stream = stream;
     link->state = HX_LINK_CONNECTING;
     link->want_write = true;
     hx_control_watch(engine, link);

@@ -43,11 +43,13 @@ typedef enum {
     HX_F_BYE = 19,
     HX_F_PATH = 20,
     HX_F_REVOKE_ACK = 21,
+    HX_F_DATA = 22,
+    HX_F_DATA_ANSWER = 23,
+    HX_F_DATA_PROOF = 24,
+    HX_F_DATA_READY = 25,
 } hx_frame_type_t;
 
 #define HX_FRAME_OPTIONAL 1u
-#define HX_FEATURE_ACKS \
-    1u /* in a greeting: a path of ours lets peers write without our help; both sides must have it */
 
 typedef struct {
     uint32_t length; /* of the whole frame */
@@ -107,6 +109,9 @@ typedef enum {
     HX_LINK_WAIT_ANSWER,
     HX_LINK_WAIT_AUTH,
     HX_LINK_WAIT_READY,
+    HX_LINK_WAIT_DATA_ANSWER,
+    HX_LINK_WAIT_DATA_PROOF,
+    HX_LINK_WAIT_DATA_READY,
     HX_LINK_WAIT_PAGE,
     HX_LINK_UP,
 } hx_link_state_t;
@@ -126,8 +131,14 @@ struct hx_link {
     /* the two greetings, as sent: what the challenge signs */
     uint8_t hello[HX_HELLO_MAX], answer[HX_HELLO_MAX];
     size_t hello_len, answer_len;
+    /* of a data connection, until it is handed over */
+    hx_endpoint_t *data_ep; /* the peer's; owned reference */
+    uint64_t session;
+    uint32_t stream;
+    uint8_t nonces[2][HX_NONCE_LEN];
     uint8_t *rx;
     size_t rx_len, rx_cap;
+    size_t rx_at; /* behind the frame that is being handled */
     int fds[HX_LINK_FDS];
     unsigned nfds;
     hx_out_t *tx_head, *tx_tail;
@@ -153,6 +164,15 @@ int hx_listen_unix(const char *path, char text[HX_TEXT_MAX]);
 int hx_listen_tcp(const char *host, uint16_t port, uint16_t *port_p, char text[HX_TEXT_MAX]);
 void hx_links_accept(hx_engine_t *engine, int listen_fd, bool tcp);
 void hx_link_connect(hx_engine_t *engine, const hx_command_t *cmd);
+
+void hx_link_dial(hx_endpoint_t *ep, uint32_t stream); /* a data connection */
+int hx_link_detach(hx_link_t *link); /* its descriptor, which is not watched any more; the link is dead */
+
+/* data_hello.c */
+void hx_data_key(hx_link_t *link, uint8_t key[32]);
+void hx_data_start(hx_link_t *link);
+bool hx_data_frame(hx_link_t *link, const hx_frame_t *frame, const uint8_t *body,
+                   size_t n); /* false: not one of these */
 
 /* hello.c: the handshake */
 bool hx_hello_admit(hx_link_t *link); /* uid check of a unix socket */

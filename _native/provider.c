@@ -3,10 +3,11 @@
  * memories at hand, never by guessing from the peer. */
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "provider.h"
 
-static const hx_provider_t *const providers[] = {&hx_provider_shm, &hx_provider_hixl};
+static const hx_provider_t *const providers[] = {&hx_provider_shm, &hx_provider_hixl, &hx_provider_tcp};
 
 #define COUNT (sizeof providers / sizeof providers[0])
 
@@ -168,13 +169,51 @@ void hx_providers_send_raw(hx_op_t *op)
     FOR_EACH_WITH(send_raw, op->ep->engine, p->send_raw(op))
 }
 
-void hx_providers_introduce(hx_engine_t *engine, void (*say)(void *to, const char *name, const uint8_t *body, size_t n),
-                            void *to)
+void hx_providers_introduce(hx_endpoint_t *ep,
+                            void (*say)(void *to, const char *name, uint64_t feature, const uint8_t *body, size_t n),
+                            void *to){FOR_EACH_WITH(introduce, ep -> engine,
+                                                    {
+                                                        uint8_t body[512];
+                                                        say(to, p->name, p->feature, body,
+                                                            p->introduce(ep, state, body, sizeof body));
+                                                    })}
+
+uint64_t hx_providers_features(const hx_engine_t *engine)
 {
-    FOR_EACH_WITH(introduce, engine, {
-        uint8_t body[512];
-        say(to, p->name, body, p->introduce(engine, state, body, sizeof body));
+    uint64_t features = 0;
+    FOR_EACH_WITH(feature, engine, features |= p->feature)
+    return features;
+}
+
+uint64_t hx_providers_landing(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end)
+{
+    FOR_EACH_WITH(landing, ep->engine, return p->landing(ep, region, off, end))
+    return 0;
+}
+
+void hx_providers_evict(hx_endpoint_t *ep)
+{
+    FOR_EACH_WITH(evict, ep->engine, p->evict(ep))
+}
+
+void hx_providers_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n)
+{
+    FOR_EACH_WITH(take_socket, ep->engine, {
+        p->take_socket(ep, fd, stream, early, n);
+        return;
     })
+    close(fd);
+}
+
+void hx_providers_dial_failed(hx_endpoint_t *ep)
+{
+    FOR_EACH_WITH(dial_failed, ep->engine, p->dial_failed(ep))
+}
+
+bool hx_providers_data_address(hx_endpoint_t *ep, struct sockaddr_storage *ss, socklen_t *len_p, uint64_t *session_p)
+{
+    FOR_EACH_WITH(data_address, ep->engine, return p->data_address(ep, ss, len_p, session_p))
+    return false;
 }
 
 bool hx_providers_meet(hx_endpoint_t *ep, const char *name, size_t name_len, const uint8_t *body, size_t n)

@@ -7,6 +7,8 @@
 #ifndef HX_PROVIDER_H
 #define HX_PROVIDER_H
 
+#include <sys/socket.h>
+
 #include "core.h"
 
 #define HX_PROVIDER_ABI 2
@@ -18,6 +20,7 @@ struct hx_provider {
     uint32_t abi;
     const char *name;
     uint32_t transport; /* hx_transport_t */
+    uint64_t feature;   /* HX_FEATURE_: in a greeting; both sides must have it, or the path is not there */
     bool orders_after;  /* knows what hx_post_t.after means */
     /* Can it work on this machine? `text`: one line, why not and what would bring it. */
     hx_status_t (*probe)(char text[HX_TEXT_MAX]);
@@ -51,12 +54,17 @@ struct hx_provider {
         hx_endpoint_t *ep);          /* take back what is with the library; other peers' and permitted rows go again */
     bool (*idle)(hx_endpoint_t *ep); /* nothing of it is with the library */
     /* What the peer must be told, and what it told us (control thread). */
-    size_t (*introduce)(hx_engine_t *engine, void *state, uint8_t *out, size_t max);
+    size_t (*introduce)(hx_endpoint_t *ep, void *state, uint8_t *out, size_t max); /* 0: nothing to say */
     bool (*meet)(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n);
     void (*proven)(hx_endpoint_t *ep, uint64_t arg); /* the peer answered a ping that carried `arg` */
     void (*release)(hx_endpoint_t *ep);              /* nothing will be posted to it any more */
     void (*forget)(hx_endpoint_t *ep);               /* nobody has a handle to it any more */
     void (*send_raw)(hx_op_t *op); /* the note of an operation whose bytes have landed, to a raw endpoint */
+    uint64_t (*landing)(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end);
+    void (*evict)(hx_endpoint_t *ep);
+    void (*take_socket)(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n);
+    void (*dial_failed)(hx_endpoint_t *ep);
+    bool (*data_address)(hx_endpoint_t *ep, struct sockaddr_storage *ss, socklen_t *len_p, uint64_t *session_p);
     /* ---- copy threads only ---- */
     hx_status_t (*prepare)(hx_op_t *op);
     /* Moves batch->first forward as it goes; on HX_AGAIN the rest of the batch is tried later. */
@@ -83,8 +91,17 @@ void hx_providers_release(hx_endpoint_t *ep);
 void hx_providers_forget(hx_endpoint_t *ep);
 void hx_providers_send_raw(hx_op_t *op);
 /* What each has to say to peers, one call for each that has something: name and bytes. */
-void hx_providers_introduce(hx_engine_t *engine, void (*say)(void *to, const char *name, const uint8_t *body, size_t n),
+void hx_providers_introduce(hx_endpoint_t *ep,
+                            void (*say)(void *to, const char *name, uint64_t feature, const uint8_t *body, size_t n),
                             void *to);
+uint64_t hx_providers_features(const hx_engine_t *engine);
+/* Of ours that a peer is touching by itself right now, in messages that it has sent (tcp). */
+uint64_t hx_providers_landing(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end);
+void hx_providers_evict(hx_endpoint_t *ep); /* ends that, whatever it costs the peer */
+/* Data connections, for the control thread. */
+void hx_providers_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n);
+void hx_providers_dial_failed(hx_endpoint_t *ep);
+bool hx_providers_data_address(hx_endpoint_t *ep, struct sockaddr_storage *ss, socklen_t *len_p, uint64_t *session_p);
 /* False: malformed. A provider that this engine has not opened is not interested. */
 bool hx_providers_meet(hx_endpoint_t *ep, const char *name, size_t name_len, const uint8_t *body, size_t n);
 void hx_providers_proven(hx_endpoint_t *ep, uint64_t arg);
@@ -99,5 +116,9 @@ uint64_t hx_fault_tick(hx_engine_t *engine, uint64_t now_ns);
 
 extern const hx_provider_t hx_provider_shm;
 extern const hx_provider_t hx_provider_hixl;
+extern const hx_provider_t hx_provider_tcp;
+
+#define HX_FEATURE_ACKS 1u /* a path of ours lets peers write without our help */
+#define HX_FEATURE_TCP 2u
 
 #endif

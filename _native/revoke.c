@@ -37,8 +37,14 @@ static void send_spans(hx_endpoint_t *ep, hx_frame_type_t type, uint64_t region,
         uint64_t seq = 0;
         if (ep->fenced)
             return; /* lost by the frame before: it is to stay fenced */
+        if (type == HX_F_GRANT && ep->features & HX_FEATURE_TCP)
+            hx_revoked_grant(&ep->denied, region, spans + 2 * at, k);
         if (type == HX_F_REVOKE) {
             seq = ++ep->revoke_seq;
+            if (ep->features & HX_FEATURE_TCP && !hx_revoked_add(&ep->denied, region, spans + 2 * at, k, seq)) {
+                hx_endpoint_lose(ep, HX_ERR_PEER_LOST, "no memory for what it may not touch");
+                return;
+            }
             if (ep->theirs)
                 hx_page_set_revoke_seq(ep->theirs, seq);
             if (ep->acks && !hx_acks_expect(ep, seq, region, spans + 2 * at, k)) {
@@ -106,6 +112,15 @@ void hx_revoke_grant(hx_engine_t *engine, const hx_command_t *cmd)
             send_spans(ep, HX_F_GRANT, cmd->region->id, cmd->spans, cmd->n);
 }
 
+/* What is arriving by tcp ends within a chunk's time, or its connection does. */
+static uint64_t landing(hx_endpoint_t *ep, const hx_revoke_t *rv, uint64_t off, uint64_t end, uint64_t now)
+{
+    uint64_t n = hx_providers_landing(ep, rv->region->id, off, end);
+    if (n && now + ep->engine->config.cancel_grace_ns / 2 > rv->deadline_ns)
+        hx_providers_evict(ep);
+    return n;
+}
+
 /* Bytes that some peer holds. `held`: room for the n spans concerned, whose number is answered in *nheld_p. */
 static uint64_t pinned(hx_engine_t *engine, const hx_revoke_t *rv, uint64_t *held, size_t *nheld_p)
 {
@@ -114,11 +129,14 @@ static uint64_t pinned(hx_engine_t *engine, const hx_revoke_t *rv, uint64_t *hel
     for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next) {
         bool copying = ep->theirs && hx_page_busy(ep->theirs);
         bool writing = ep->acks && rv->told;
-        if (!concerns(ep, rv->one_peer, rv->incarnation) || (!copying && !writing) || hx_endpoint_process_gone(ep))
+        if (!concerns(ep, rv->one_peer, rv->incarnation) || (!copying && !writing && !ep->tcp) ||
+            hx_endpoint_process_gone(ep))
             continue;
         for (size_t i = 0; i < rv->n; i++) {
             uint64_t off = rv->spans[2 * i], end = off + rv->spans[2 * i + 1];
             uint64_t n = copying ? hx_page_overlap(ep->theirs, rv->region->id, off, end) : 0;
+            if (!n && ep->tcp)
+                n = landing(ep, rv, off, end, now);
             if (!n && writing)
                 n = hx_acks_held(ep, rv->region->id, off, end, now);
             if (!n)

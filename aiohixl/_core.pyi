@@ -36,6 +36,7 @@ EV_WARNING: Final[int]
 # Bits of an engine's `transports`.
 TRANSPORT_SHM: Final[int]
 TRANSPORT_HIXL: Final[int]
+TRANSPORT_TCP: Final[int]
 FAULT_ACTIONS: Final[dict[str, int]]
 # Bytes.
 NAME_MAX: Final[int]

@@ -21,7 +21,7 @@ __all__ = ["FAULT_ACTIONS", "TRANSPORTS", "EngineConfig", "Fault", "parse_host_p
 TRANSPORTS = {
     "auto": "",
     "shm": "",
-    "tcp": "this version carries bulk data on one host only; a TCP address carries control links and notes",
+    "tcp": "",
     "verbs": "this version has no RDMA provider",
     "hixl": "",
 }
@@ -60,6 +60,8 @@ class EngineConfig:
     join_timeout: float = 30.0
     replace: str | None = None
     force: bool = False
+    streams: int | None = None
+    checksum: bool = False
     copy_threads: int | None = None
     queue_depth: int = 16384
     peer_depth: int = 8192
@@ -126,8 +128,10 @@ class EngineConfig:
     @property
     def transport_names(self) -> tuple[str, ...]:
         """The transports that carry bulk data, by their own names."""
-        shm = "auto" in self.transports or "shm" in self.transports
-        return (*(("shm",) if shm else ()), *(("hixl",) if self.hixl is not None else ()))
+        names = ["shm", "hixl", "tcp"]
+        wanted = {"shm", "tcp"} if "auto" in self.transports else set()
+        wanted |= set(self.transports) | ({"hixl"} if self.hixl is not None else set())
+        return tuple(name for name in names if name in wanted)
 
     def _check(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -144,8 +148,9 @@ class EngineConfig:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value or not _encodes(value)):
                 raise ConfigError(f"{key}: a str that is not empty and fit for UTF-8, not {type(value).__name__}")
-        if not isinstance(self.force, bool):
-            raise ConfigError(f"force: True or False, not {self.force!r}")
+        for flag in ("force", "checksum"):
+            if not isinstance(getattr(self, flag), bool):
+                raise ConfigError(f"{flag}: True or False, not {getattr(self, flag)!r}")
         if self.replace is not None and not re.fullmatch("[0-9a-f]{32}", self.replace):
             raise ConfigError(
                 "replace: the incarnation to take over from, 32 lower-case hexadecimal digits (`Engine.incarnation`), "
@@ -181,10 +186,11 @@ class EngineConfig:
             ("peer_depth", 1, 1 << 20),
             ("inline_limit", 0, 1 << 20),
             ("copy_threads", 1, 16),
+            ("streams", 1, 16),
             ("max_mappings", 4, 1 << 30),
         ):
             value = getattr(self, key)
-            if key in ("copy_threads", "max_mappings") and value is None:
+            if key in ("copy_threads", "max_mappings", "streams") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low_int <= value <= high_int:
                 raise ConfigError(f"{key}: a whole number from {low_int} to {high_int}, not {value!r}")
@@ -201,7 +207,10 @@ class EngineConfig:
             "stall_timeout_ns": int(self.stall_timeout * 1e9),
             "cancel_grace_ns": int(self.cancel_grace * 1e9),
             "handshake_timeout_ns": int(self.handshake_timeout * 1e9),
+            "checksum": int(self.checksum),
         }
+        if self.streams is not None:
+            out["streams"] = self.streams
         if self.copy_threads is not None:
             out["copy_threads"] = self.copy_threads
         if self.max_mappings is not None:

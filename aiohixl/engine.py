@@ -55,11 +55,14 @@ class Engine:
         rendezvous: URL of the rendezvous; without one, peers connect by `address`.
         token: bearer token of the rendezvous; also the links' secret when `secret` is not given.
         secret: shared by all engines; each control link proves it. The rendezvous gets a token derived from it.
-        transports: the transports that may be used: ``shm``, ``hixl``. ``["auto"]`` is ``shm``, and ``hixl`` where an
+        transports: the transports that may be used: ``shm``, ``hixl``, ``tcp``. ``["auto"]`` is ``shm`` on one host, ``tcp``
+            where one side has an `address`, and ``hixl`` where an
             option asks for it: an NPU is not opened uninvited. ``["hixl"]`` alone does without ``shm`` on one host too.
         address: ``host:port`` to listen on by TCP as well, besides the unix socket; port 0 picks one.
         advertise: the host that peers are told instead of `address`'s; needed where that is a wildcard.
         ttl, join_timeout, replace, force: see `aiohixl.rendezvous.RendezvousClient.join`.
+        streams: data connections of the tcp transport to a peer; default 1.
+        checksum: the tcp transport protects each message by a CRC-32C, end to end; a mismatch fails the transfer.
         copy_threads: native threads that copy; default the cores, at most 4.
         queue_depth, peer_depth: transfers in flight in the native core, in all and per peer; more park.
         inline_limit: bytes up to which a write between allocated regions is done inside the post.
@@ -89,6 +92,7 @@ class Engine:
         self.name = name
         self._incarnation = secrets.token_bytes(16)
         self._core: _core.Engine | None = None
+        self._listens: str | None = None
         self._queue: CompletionQueue | None = None
         self._socket: SocketFile | None = None
         self._forked = False
@@ -139,8 +143,11 @@ class Engine:
         if loop.get_debug():
             self._created = traceback.extract_stack(sys._getframe(1))
         host, port = parse_host_port(config.address, "address") if config.address else (None, 0)
+        if host is None and "tcp" in config.transports:
+            host = "127.0.0.1"  # what is reachable from elsewhere is for the user to choose
         if host is not None:
             host = (await resolve(loop, host, port))[0]
+        self._listens = config.address or (f"{host}:0" if host else None)
         socket = self._socket = SocketFile()
 
         def discard(core: _core.Engine | None) -> None:
@@ -399,8 +406,8 @@ class Engine:
         if self._socket is None:
             raise ClosedError(f"{self!r} is not started: it has no address yet")
         out = [str(Address(self._socket.path, None, 0))]
-        if self._config.address:
-            host, _ = parse_host_port(self._config.address, "address")
+        if self._listens:
+            host, _ = parse_host_port(self._listens, "address")
             out.append(format_tcp(self._config.advertise or host, self._native().tcp_port))
         return ",".join(out)
 

@@ -135,6 +135,8 @@ STATUS_ERRORS: dict[str, type[HixlError]] = {
     "CANCELLED": TransferAbortedError,
     "FAULT": TransferError,
     "PROVIDER": ProviderError,
+    "CONNECTION": TransferError,
+    "CHECKSUM": TransferError,
     # this peer
     "UNREACHABLE": PeerUnreachableError,
     "PEER_LOST": PeerLostError,

@@ -19,7 +19,7 @@ from aiohixl.offloop import in_thread, resolve
 
 __all__ = ["open_native"]
 
-_BITS = {"shm": _core.TRANSPORT_SHM, "hixl": _core.TRANSPORT_HIXL}
+_BITS = {"shm": _core.TRANSPORT_SHM, "hixl": _core.TRANSPORT_HIXL, "tcp": _core.TRANSPORT_TCP}
 _OTHER_PORTS = 3
 #: HIXL's answer to, among others, a port that is taken.
 _FAILED = "503900"

@@ -1,0 +1,609 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The tcp provider's life, its progress thread, and its entries in the provider table. The handshake of a data connection
+ * is the control thread's work (data_hello.c); what comes here is authenticated. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "link.h"
+#include "sys.h"
+#include "tcp.h"
+
+#define SWEEP_NS 50000000ull
+#define RETRY_NS 100000000ull /* between attempts to open a data connection */
+#define DIAL_TRIES 5
+#define FEATURE_STREAMS 1u /* the default number of connections to a peer: benchmarks/README.md */
+
+void hx_tcp_wake(hx_tcp_t *t)
+{
+    uint64_t one = 1;
+    if (!atomic_exchange(&t->awake, true))
+        while (write(t->wake_fd, &one, sizeof one) < 0 && errno == EINTR)
+            ;
+}
+
+/* ---- connections; under mu ---- */
+
+static void watch(hx_tcp_t *t, hx_tconn_t *c, int op)
+{
+    struct epoll_event ev = {.events = EPOLLIN | (c->want_write ? (uint32_t)EPOLLOUT : 0), .data.ptr = c};
+    epoll_ctl(t->epoll_fd, op, c->fd, &ev);
+}
+
+/* The socket is closed first: from then on nothing reads the source or writes the target. */
+static void close_conn(hx_tconn_t *c, hx_tdone_t *done)
+{
+    hx_tpeer_t *p = c->peer;
+    if (c->fd < 0)
+        return;
+    epoll_ctl(p->t->epoll_fd, EPOLL_CTL_DEL, c->fd, NULL);
+    close(c->fd);
+    c->fd = -1;
+    c->broken = true;
+    if (!c->why[0])
+        snprintf(c->why, sizeof c->why, "the data connection was closed");
+    for (hx_treq_t *r; (r = c->reqs_head);)
+        hx_tcp_answered(r, HX_ERR_CONNECTION, done);
+    p->conns[c->stream] = NULL;
+    p->open--;
+    for (hx_tout_t *out; (out = c->out_head);) {
+        c->out_head = out->next;
+        hx_tcp_free_out(out); /* which drops regions: their memory is not read any more */
+    }
+    c->out_tail = NULL;
+    c->rx.active = false;
+}
+
+static void free_closed(hx_tcp_t *t)
+{
+    for (hx_tconn_t **at = &t->conns; *at;) {
+        hx_tconn_t *c = *at;
+        if (c->fd >= 0) {
+            at = &c->next;
+            continue;
+        }
+        *at = c->next;
+        hx_tcp_rx_free(&c->rx);
+        free(c);
+    }
+}
+
+/* Control thread, after the handshake: takes the descriptor. */
+static void take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n)
+{
+    hx_tpeer_t *p = ep->tcp;
+    hx_tcp_t *t = p->t;
+    hx_tconn_t *c = hx_alloc(sizeof *c);
+    c->fd = fd;
+    c->stream = stream;
+    c->peer = p;
+    c->fresh = true;
+    bool ok = hx_tcp_rx_init(&c->rx, early, n);
+    pthread_mutex_lock(&t->mu);
+    p->dialing -= p->dialing ? 1 : 0;
+    if (!ok || t->stopping || p->released || stream >= p->streams || p->conns[stream]) {
+        pthread_mutex_unlock(&t->mu);
+        close(fd);
+        hx_tcp_rx_free(&c->rx);
+        free(c);
+        return;
+    }
+    p->conns[stream] = c;
+    p->open++;
+    p->failures = 0;
+    c->next = t->conns;
+    t->conns = c;
+    watch(t, c, EPOLL_CTL_ADD);
+    pthread_mutex_unlock(&t->mu);
+    hx_tcp_wake(t); /* it looks at what came early, and at what waits to be sent */
+}
+
+/* Control thread: an attempt has come to nothing. */
+static void dial_failed(hx_endpoint_t *ep)
+{
+    hx_tpeer_t *p = ep->tcp;
+    pthread_mutex_lock(&p->t->mu);
+    p->dialing -= p->dialing ? 1 : 0;
+    p->failures++;
+    p->not_before_ns = hx_now_ns() + RETRY_NS;
+    pthread_mutex_unlock(&p->t->mu);
+    hx_tcp_wake(p->t);
+}
+
+/* Connections that are missing and wanted. Answers when to look again; 0: no need. */
+static uint64_t dial(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
+{
+    bool wanted = !p->released && atomic_load(&p->ep->state) == HX_EP_UP;
+    if (p->open || !p->runq.head || !wanted)
+        p->failures = p->open ? 0 : p->failures;
+    if (p->runq.head && !p->open && p->failures >= DIAL_TRIES) {
+        for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
+            op->queued = false;
+            hx_op_fail(op, HX_ERR_CONNECTION, ECONNREFUSED, 0, "no data connection can be made");
+            hx_tcp_maybe_done(op, done);
+        }
+        p->failures = 0;
+    }
+    if (!p->dials || !wanted || p->open + p->dialing >= p->streams)
+        return 0;
+    if (now < p->not_before_ns)
+        return p->runq.head ? p->not_before_ns : 0;
+    for (unsigned i = 0; i < p->streams; i++) {
+        if (p->conns[i] || p->dialing > i)
+            continue;
+        hx_command_t *cmd = hx_command_new(HX_CMD_DIAL, NULL, 0);
+        if (!cmd)
+            return 0;
+        hx_endpoint_ref(p->ep);
+        cmd->ep = p->ep;
+        cmd->value = i;
+        p->dialing++;
+        hx_command_push(p->t->engine, cmd);
+        break; /* the next one when this is there */
+    }
+    return 0;
+}
+
+/* ---- what has been told to end ---- */
+
+static void drop_unsent(hx_tconn_t *c, hx_tdone_t *done)
+{
+    hx_tout_t *before = NULL;
+    for (hx_tout_t *out = c->out_head; out;) {
+        hx_tout_t *next = out->next;
+        hx_treq_t *r = out->req;
+        hx_status_t verdict = r ? hx_op_verdict(r->op) : HX_OK;
+        if (verdict == HX_OK || out->head_off) {
+            before = out;
+            out = next;
+            continue;
+        }
+        *(before ? &before->next : &c->out_head) = next;
+        if (c->out_tail == out)
+            c->out_tail = before;
+        hx_tcp_answered(r, verdict, done); /* not a byte of it was sent */
+        hx_tcp_free_out(out);
+        out = next;
+    }
+}
+
+static void sweep(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
+{
+    uint64_t grace = p->t->engine->config.cancel_grace_ns;
+    hx_opq_t alive = {NULL, NULL};
+    for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
+        if (hx_op_verdict(op) == HX_OK) {
+            hx_opq_push(&alive, op);
+            continue;
+        }
+        op->queued = false;
+        hx_tcp_maybe_done(op, done);
+    }
+    p->runq = alive;
+    bool lost = atomic_load(&p->ep->state) == HX_EP_LOST;
+    for (unsigned i = 0; i < p->streams; i++) {
+        hx_tconn_t *c = p->conns[i];
+        if (!c)
+            continue;
+        drop_unsent(c, done);
+        bool drop = lost || p->released;
+        for (hx_treq_t *r = c->reqs_head; r && !drop; r = r->next) {
+            hx_status_t verdict = hx_op_verdict(r->op);
+            if (verdict == HX_OK)
+                continue;
+            hx_op_cancel_as(r->op, atomic_load(&r->op->gen), verdict);
+            drop = verdict == HX_ERR_TIMEOUT || now > atomic_load(&r->op->cancel_ns) + grace;
+        }
+        if (drop) { /* what is on its way cannot be called back otherwise */
+            snprintf(c->why, sizeof c->why, "the data connection was given up to take a transfer back");
+            close_conn(c, done);
+        }
+    }
+}
+
+/* Drops the references of peers that are not used any more; with the last one, forget() frees them. Not under mu. */
+static void forget_released(hx_tcp_t *t, bool all)
+{
+    hx_endpoint_t *ep;
+    do {
+        ep = NULL;
+        pthread_mutex_lock(&t->mu);
+        for (hx_tpeer_t *p = t->peers; p && !ep; p = p->next)
+            if (p->ep && (all || (p->released && !p->open && !p->runq.head && !p->dialing))) {
+                ep = p->ep;
+                p->ep = NULL;
+            }
+        pthread_mutex_unlock(&t->mu);
+        hx_endpoint_unref(ep);
+    } while (ep);
+}
+
+/* ---- the thread ---- */
+
+static void serve(hx_tcp_t *t, hx_tconn_t *c, uint32_t events, hx_tdone_t *done)
+{
+    bool ok = true;
+    if (c->fd < 0)
+        return;
+    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+        pthread_mutex_unlock(&t->mu);
+        ok = hx_tcp_receive(c, done);
+        pthread_mutex_lock(&t->mu);
+    }
+    if (!ok || c->broken)
+        close_conn(c, done);
+}
+
+static void flush_all(hx_tcp_t *t, hx_tdone_t *done)
+{
+    for (hx_tconn_t *c = t->conns; c; c = c->next) {
+        if (c->fd < 0)
+            continue;
+        bool before = c->want_write;
+        if (c->out_head && !hx_tcp_flush(c, false))
+            close_conn(c, done);
+        else if (before != c->want_write)
+            watch(t, c, EPOLL_CTL_MOD);
+    }
+}
+
+static void *run(void *arg)
+{
+    hx_tcp_t *t = arg;
+    struct epoll_event events[64];
+    int timeout = -1;
+    for (;;) {
+        int n = epoll_wait(t->epoll_fd, events, 64, timeout);
+        hx_tdone_t done = {NULL};
+        uint64_t count, now = hx_now_ns(), due = 0;
+        atomic_store(&t->awake, false); /* before the queues are looked at: who comes later wakes us again */
+        pthread_mutex_lock(&t->mu);
+        for (int i = 0; i < n; i++) {
+            if (events[i].data.ptr)
+                serve(t, events[i].data.ptr, events[i].events, &done);
+            else if (read(t->wake_fd, &count, sizeof count) < 0) {
+                /* merged with an earlier one */
+            }
+        }
+        for (hx_tconn_t *c = t->conns; c; c = c->next) {
+            if (c->fd >= 0 && c->fresh) /* what came with the handshake waits for no event */
+                serve(t, c, EPOLLIN, &done);
+            c->fresh = false;
+            if (c->fd >= 0 && (c->broken || t->stopping))
+                close_conn(c, &done);
+        }
+        bool swept = atomic_exchange(&t->kicked, false) || now >= t->sweep_ns;
+        if (swept)
+            t->sweep_ns = now + SWEEP_NS;
+        bool live = false;
+        for (hx_tpeer_t *p = t->peers; p; p = p->next) {
+            if (!p->ep)
+                continue; /* only its memory is left */
+            if (swept)
+                sweep(p, now, &done);
+            hx_tcp_pump(p, &done);
+            uint64_t at = dial(p, now, &done);
+            due = at && (!due || at < due) ? at : due;
+            live |= p->runq.head != NULL;
+        }
+        flush_all(t, &done);
+        bool more = false;
+        for (hx_tconn_t *c = t->conns; c; c = c->next) {
+            live |= c->reqs_head != NULL;
+            more |= c->fd >= 0 && c->out_head && !c->want_write; /* its turn was over before its queue was */
+        }
+        free_closed(t);
+        bool over = t->stopping && !t->conns && !live;
+        if (t->stopping) {
+            atomic_store(&t->kicked, true);
+            due = now + 1000000;
+        }
+        if (live && (!due || t->sweep_ns < due))
+            due = t->sweep_ns;
+        pthread_mutex_unlock(&t->mu);
+        hx_tcp_finish(&done);
+        forget_released(t, false);
+        if (over)
+            return NULL;
+        timeout = more ? 0 : !due ? -1 : due <= now ? 0 : (int)((due - now + 999999) / 1000000);
+    }
+}
+
+/* ---- open, stop, close ---- */
+
+static hx_status_t open_tcp(hx_engine_t *engine, void **state_p, char text[HX_TEXT_MAX])
+{
+    hx_tcp_t *t = calloc(1, sizeof *t);
+    if (!t)
+        return HX_ERR_NO_MEMORY;
+    t->engine = engine;
+    t->checksum = engine->config.checksum;
+    t->streams = engine->config.streams ? engine->config.streams : FEATURE_STREAMS;
+    pthread_mutex_init(&t->mu, NULL);
+    t->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    t->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    t->reqs = calloc(HX_TCP_REQUESTS, sizeof *t->reqs);
+    *state_p = t;
+    struct epoll_event ev = {.events = EPOLLIN, .data.ptr = NULL};
+    if (!t->reqs)
+        return HX_ERR_NO_MEMORY;
+    for (uint32_t i = HX_TCP_REQUESTS; i-- > 0;) {
+        t->reqs[i].index = i;
+        t->reqs[i].next = t->free_reqs;
+        t->free_reqs = &t->reqs[i];
+    }
+    if (t->epoll_fd < 0 || t->wake_fd < 0 || epoll_ctl(t->epoll_fd, EPOLL_CTL_ADD, t->wake_fd, &ev) < 0) {
+        snprintf(text, HX_TEXT_MAX, "cannot open the tcp transport's descriptors: %s", strerror(errno));
+        return HX_ERR_SYSTEM;
+    }
+    t->started = hx_thread_start(&t->thread, run, t, "hx-tcp");
+    return t->started ? HX_OK : HX_ERR_SYSTEM;
+}
+
+static void stop(hx_engine_t *engine, void *state)
+{
+    hx_tcp_t *t = state;
+    (void)engine;
+    if (t->stopped)
+        return;
+    t->stopped = true;
+    pthread_mutex_lock(&t->mu);
+    t->stopping = true;
+    pthread_mutex_unlock(&t->mu);
+    hx_tcp_wake(t);
+    if (t->started)
+        pthread_join(t->thread, NULL);
+    forget_released(t, true);
+}
+
+static void close_tcp(hx_engine_t *engine, void *state)
+{
+    hx_tcp_t *t = state;
+    (void)engine;
+    for (hx_tpeer_t *p; (p = t->peers);) {
+        t->peers = p->next;
+        free(p);
+    }
+    hx_close_fd(&t->epoll_fd);
+    hx_close_fd(&t->wake_fd);
+    free(t->reqs);
+    pthread_mutex_destroy(&t->mu);
+    free(t);
+}
+
+/* ---- what the core asks ---- */
+
+static hx_status_t probe(char text[HX_TEXT_MAX])
+{
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) {
+        snprintf(text, HX_TEXT_MAX, "no TCP sockets: %s", strerror(errno));
+        return HX_ERR_SYSTEM;
+    }
+    close(fd);
+    snprintf(text, HX_TEXT_MAX, "TCP sockets work");
+    return HX_OK;
+}
+
+static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
+                         char text[HX_TEXT_MAX])
+{
+    const char *why = NULL;
+    if (remote->kind == HX_KIND_LAYOUT)
+        why = "a layout is a description, not memory";
+    else if (remote->kind == HX_KIND_DEVICE || (local && local->kind == HX_KIND_DEVICE))
+        why = "NPU memory cannot be reached by the CPU";
+    else if (!ep->tcp)
+        why = "neither side has a TCP address to listen on: give one of them Engine(address='host:port')";
+    if (text)
+        snprintf(text, HX_TEXT_MAX, "%s", why ? why : "by TCP, straight into the peer's memory");
+    return why ? HX_ERR_NO_PATH : HX_OK;
+}
+
+static bool try_inline(hx_op_t *op)
+{
+    (void)op;
+    return false;
+}
+
+static void kick(hx_engine_t *engine, void *state)
+{
+    hx_tcp_t *t = state;
+    if (hx_in_child(engine))
+        return;
+    atomic_store(&t->kicked, true);
+    hx_tcp_wake(t);
+}
+
+/* Our port for data connections, and our name of the link: whoever dials needs both. */
+typedef struct {
+    uint64_t session;
+    uint16_t port;
+    uint16_t streams;
+    uint32_t zero;
+} hx_tcp_intro_t;
+
+static size_t introduce(hx_endpoint_t *ep, void *state, uint8_t *out, size_t max)
+{
+    hx_tcp_t *t = state;
+    hx_tcp_intro_t intro = {ep->serial, t->engine->control.tcp_port, (uint16_t)t->streams, 0};
+    if (sizeof intro > max)
+        return 0;
+    memcpy(out, &intro, sizeof intro);
+    return sizeof intro;
+}
+
+static bool address_of(hx_endpoint_t *ep, uint16_t port, hx_tpeer_t *p)
+{
+    struct sockaddr_in *v4 = (struct sockaddr_in *)&p->address;
+    p->address_len = sizeof p->address;
+    if (ep->link->tcp) {
+        if (getpeername(ep->link->fd, (struct sockaddr *)&p->address, &p->address_len) < 0)
+            return false;
+        if (p->address.ss_family == AF_INET6)
+            ((struct sockaddr_in6 *)&p->address)->sin6_port = htons(port);
+        else
+            v4->sin_port = htons(port);
+        return true;
+    }
+    v4->sin_family = AF_INET;
+    v4->sin_port = htons(port);
+    v4->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    p->address_len = sizeof *v4;
+    return true;
+}
+
+static bool meet(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n)
+{
+    hx_tcp_t *t = state;
+    hx_tcp_intro_t intro;
+    if (ep->tcp || n != sizeof intro)
+        return false;
+    memcpy(&intro, body, sizeof intro);
+    if (!intro.streams || intro.streams > HX_TCP_STREAMS_MAX || intro.zero)
+        return false;
+    uint16_t port = ep->outgoing ? intro.port : t->engine->control.tcp_port;
+    if (!port)
+        return true; /* the side that was asked does not listen */
+    hx_tpeer_t *p = hx_alloc(sizeof *p);
+    p->t = t;
+    p->session = intro.session;
+    p->dials = ep->outgoing;
+    p->streams = intro.streams < t->streams ? intro.streams : t->streams;
+    if (p->dials && !address_of(ep, port, p)) {
+        free(p);
+        return true;
+    }
+    p->ep = ep;
+    hx_endpoint_ref(ep);
+    ep->tcp = p;
+    pthread_mutex_lock(&t->mu);
+    p->next = t->peers;
+    t->peers = p;
+    pthread_mutex_unlock(&t->mu);
+    hx_tcp_wake(t); /* it dials ahead of the first transfer */
+    return true;
+}
+
+static void release(hx_endpoint_t *ep)
+{
+    hx_tpeer_t *p = ep->tcp;
+    if (!p)
+        return;
+    pthread_mutex_lock(&p->t->mu);
+    p->released = true;
+    atomic_store(&p->t->kicked, true);
+    pthread_mutex_unlock(&p->t->mu);
+    hx_tcp_wake(p->t);
+}
+
+static void forget(hx_endpoint_t *ep)
+{
+    hx_tpeer_t *p = ep->tcp;
+    if (!p)
+        return;
+    hx_tcp_t *t = p->t;
+    pthread_mutex_lock(&t->mu);
+    for (hx_tpeer_t **at = &t->peers; *at; at = &(*at)->next)
+        if (*at == p) {
+            *at = p->next;
+            break;
+        }
+    pthread_mutex_unlock(&t->mu);
+    free(p);
+}
+
+static bool data_address(hx_endpoint_t *ep, struct sockaddr_storage *ss, socklen_t *len_p, uint64_t *session_p)
+{
+    if (!ep->tcp)
+        return false;
+    *ss = ep->tcp->address;
+    *len_p = ep->tcp->address_len;
+    *session_p = ep->tcp->session;
+    return true;
+}
+
+/* Does a message that is arriving, or an answer that is leaving, touch these bytes of ours? */
+static uint64_t rows_in(const hx_tcp_row_t *rows, size_t n, uint64_t off, uint64_t end)
+{
+    uint64_t held = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t lo = rows[i].off > off ? rows[i].off : off;
+        uint64_t hi = rows[i].off + rows[i].nbytes < end ? rows[i].off + rows[i].nbytes : end;
+        held += hi > lo ? hi - lo : 0;
+    }
+    return held < end - off ? held : end - off;
+}
+
+static uint64_t landing(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end)
+{
+    hx_tpeer_t *p = ep->tcp;
+    uint64_t held = 0;
+    if (!p)
+        return 0;
+    pthread_mutex_lock(&p->t->mu);
+    for (unsigned i = 0; i < p->streams; i++) {
+        hx_tconn_t *c = p->conns[i];
+        if (!c)
+            continue;
+        if (c->rx.active && c->rx.head.region == region)
+            held += rows_in(c->rx.rows, c->rx.head.nrows, off, end);
+        for (hx_tout_t *out = c->out_head; out; out = out->next)
+            if (out->region && out->region_id == region)
+                held += rows_in(out->rows, out->nrows, off, end);
+    }
+    pthread_mutex_unlock(&p->t->mu);
+    return held < end - off ? held : end - off;
+}
+
+/* Connections with such a message, or with any, are dropped. */
+static void evict(hx_endpoint_t *ep)
+{
+    hx_tpeer_t *p = ep->tcp;
+    if (!p)
+        return;
+    pthread_mutex_lock(&p->t->mu);
+    for (unsigned i = 0; i < p->streams; i++)
+        if (p->conns[i]) {
+            snprintf(p->conns[i]->why, sizeof p->conns[i]->why,
+                     "given up: a message of the peer's stands still in memory that "
+                     "its owner wants back");
+            p->conns[i]->broken = true;
+            shutdown(p->conns[i]->fd, SHUT_RDWR);
+        }
+    pthread_mutex_unlock(&p->t->mu);
+    hx_tcp_wake(p->t);
+}
+
+const hx_provider_t hx_provider_tcp = {
+    .abi = HX_PROVIDER_ABI,
+    .name = "tcp",
+    .transport = HX_TRANSPORT_TCP,
+    .feature = HX_FEATURE_TCP,
+    .probe = probe,
+    .open = open_tcp,
+    .stop = stop,
+    .close = close_tcp,
+    .route = route,
+    .try_inline = try_inline,
+    .submit = hx_tcp_submit,
+    .kick = kick,
+    .introduce = introduce,
+    .meet = meet,
+    .release = release,
+    .forget = forget,
+    .take_socket = take_socket,
+    .dial_failed = dial_failed,
+    .data_address = data_address,
+    .landing = landing,
+    .evict = evict,
+};

@@ -1,0 +1,135 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The tcp provider. One progress thread of an engine drives every data connection: it gathers from the caller's memory
+ * (sendmsg) and scatters into the region (readv), and no byte is copied anywhere else. Small posts are sent by the posting
+ * thread itself, if it gets the lock and the connection at once.
+ *
+ * `mu` guards all but what is marked as the progress thread's. It is not held across a system call of more than
+ * HX_TCP_INLINE bytes: a connection is then marked `sending`, and nobody else touches its queue's head. */
+#ifndef HX_TCP_H
+#define HX_TCP_H
+
+#include "provider.h"
+#include "tcp_wire.h"
+
+#define HX_TCP_STREAMS_MAX 16
+#define HX_TCP_INLINE (32u << 10)
+#define HX_TCP_WINDOW (8ull << 20) /* bytes of one connection that are not answered */
+#define HX_TCP_REQUESTS 16384
+
+typedef struct hx_tcp hx_tcp_t;
+typedef struct hx_treq hx_treq_t;
+typedef struct hx_tconn hx_tconn_t;
+
+/* A part of an operation that the peer has not answered. */
+struct hx_treq {
+    hx_treq_t *next, *prev; /* conn->reqs, oldest first */
+    hx_op_t *op;            /* NULL: free */
+    hx_tconn_t *conn;
+    hx_batch_t batch;
+    uint32_t index, gen;
+    uint64_t nbytes;
+    bool unsent; /* of a WRITE: some of its bytes still have to be read from the source */
+};
+
+/* Something to be sent: a head with its rows, and the memory of the payload. */
+typedef struct hx_tout {
+    struct hx_tout *next;
+    uint8_t *head;
+    size_t head_len, head_off;
+    struct iovec *iov; /* NULL: no payload */
+    size_t niov, at;
+    hx_treq_t *req;      /* of a WRITE */
+    hx_region_t *region; /* of DATA: read for the peer; acquired */
+    uint64_t region_id;
+    hx_tcp_row_t *rows; /* likewise, in it */
+    size_t nrows;
+} hx_tout_t;
+
+/* What is being received; progress thread, but for what hx_tcp_landing reads under mu. */
+typedef struct {
+    uint8_t *stage; /* bytes that were read and not looked at yet */
+    size_t len, off;
+    hx_tcp_head_t head;
+    hx_tcp_row_t *rows; /* HX_TCP_ROWS_MAX */
+    enum { RX_HEAD, RX_ROWS, RX_PAYLOAD } state;
+    size_t rows_have;  /* bytes of rows */
+    struct iovec *iov; /* where the payload goes; with HX_TCP_ROWS_MAX entries */
+    size_t niov, at;
+    uint64_t left;
+    uint32_t crc;
+    uint32_t status;     /* of a WRITE that is refused: its payload is thrown away */
+    hx_region_t *region; /* of a WRITE: acquired */
+    hx_treq_t *req;      /* of DATA; NULL: nobody wants it any more */
+    bool active;         /* region and rows are valid: under mu */
+} hx_trx_t;
+
+struct hx_tconn {
+    hx_tconn_t *next; /* t->conns */
+    hx_tpeer_t *peer; /* NULL: it is closed, and about to be freed */
+    int fd;
+    unsigned stream;
+    bool want_write, sending, broken, fresh;
+    hx_tout_t *out_head, *out_tail;
+    hx_treq_t *reqs_head, *reqs_tail;
+    uint64_t unanswered;
+    hx_trx_t rx;
+    char why[128];
+};
+
+struct hx_tpeer {
+    hx_tpeer_t *next; /* t->peers */
+    hx_tcp_t *t;
+    hx_endpoint_t *ep; /* referenced until it is released */
+    bool released;
+    uint64_t session; /* the acceptor's name of this link */
+    bool dials;       /* we open the connections */
+    struct sockaddr_storage address;
+    socklen_t address_len;
+    unsigned streams, open, dialing, failures;
+    uint64_t not_before_ns;
+    hx_tconn_t *conns[HX_TCP_STREAMS_MAX];
+    unsigned turn;
+    hx_opq_t runq;
+};
+
+typedef struct {
+    hx_op_t *head;
+} hx_tdone_t;
+
+struct hx_tcp {
+    hx_engine_t *engine;
+    pthread_mutex_t mu;
+    pthread_t thread;
+    bool started, stopping, stopped;
+    int epoll_fd, wake_fd;
+    _Atomic bool awake; /* the thread will look at the queues before it sleeps */
+    _Atomic bool kicked;
+    hx_tpeer_t *peers;
+    hx_tconn_t *conns;
+    hx_treq_t *reqs, *free_reqs;
+    uint64_t sweep_ns;
+    bool checksum;
+    unsigned streams;
+};
+
+void hx_tcp_wake(hx_tcp_t *t);
+void hx_tcp_finish(hx_tdone_t *done); /* not under mu */
+
+/* tcp_send.c; under mu */
+void hx_tcp_submit(hx_op_t *op);                    /* not under mu */
+void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done);  /* from operations to messages */
+bool hx_tcp_flush(hx_tconn_t *c, bool inline_only); /* false: the connection has failed; may drop mu */
+void hx_tcp_queue(hx_tconn_t *c, hx_tout_t *out);
+void hx_tcp_say_done(hx_tconn_t *c, uint64_t id, uint32_t status);
+void hx_tcp_say_data(hx_tconn_t *c, const hx_tcp_head_t *ask, hx_region_t *region, const hx_tcp_row_t *rows);
+void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_tdone_t *done);
+void hx_tcp_free_out(hx_tout_t *out);
+void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done);
+void hx_tcp_row(const hx_op_t *op, const hx_batch_t *b, size_t i, uint64_t *from, uint64_t *to);
+
+/* tcp_receive.c; progress thread, not under mu */
+bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done); /* false: the connection has failed */
+bool hx_tcp_rx_init(hx_trx_t *rx, const uint8_t *early, size_t n);
+void hx_tcp_rx_free(hx_trx_t *rx);
+
+#endif

@@ -1,0 +1,411 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* From operations to messages, and from messages to the socket. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include "crc32c.h"
+#include "tcp.h"
+
+#define CHUNK (1ull << 20) /* of one message: what others wait for */
+#define IOV 256            /* of one call */
+#define FLUSH (4u << 20)   /* of one connection, before the others have their turn */
+
+void hx_tcp_row(const hx_op_t *op, const hx_batch_t *b, size_t i, uint64_t *from, uint64_t *to)
+{
+    *from = i == b->first ? b->first_off : 0;
+    *to = i == b->last - 1 && b->last_end ? b->last_end : op->descs[i].nbytes;
+}
+
+/* ---- requests ---- */
+
+static hx_treq_t *new_req(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c)
+{
+    hx_treq_t *r = t->free_reqs;
+    if (!r)
+        return NULL;
+    t->free_reqs = r->next;
+    r->op = op;
+    r->conn = c;
+    r->unsent = false;
+    r->next = NULL;
+    return r;
+}
+
+static void free_req(hx_tcp_t *t, hx_treq_t *r)
+{
+    r->gen++;
+    r->op = NULL;
+    r->next = t->free_reqs;
+    t->free_reqs = r;
+}
+
+/* Answers come in the order of the requests of a connection, so only the oldest can stall. */
+static void start_clock(hx_tconn_t *c)
+{
+    if (c->reqs_head && !atomic_load(&c->reqs_head->op->progress_ns))
+        atomic_store(&c->reqs_head->op->progress_ns, hx_now_ns());
+}
+
+static void list_req(hx_tconn_t *c, hx_treq_t *r)
+{
+    r->next = NULL;
+    r->prev = c->reqs_tail;
+    *(c->reqs_tail ? &c->reqs_tail->next : &c->reqs_head) = r;
+    c->reqs_tail = r;
+    c->unanswered += r->nbytes;
+    r->op->requests++;
+    start_clock(c);
+}
+
+void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done)
+{
+    if (op->requests || op->queued)
+        return;
+    op->next = done->head;
+    done->head = op;
+}
+
+void hx_tcp_finish(hx_tdone_t *done)
+{
+    while (done->head) {
+        hx_op_t *op = done->head;
+        done->head = op->next;
+        op->next = NULL;
+        hx_op_finish(op, hx_op_verdict(op));
+    }
+}
+
+void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_tdone_t *done)
+{
+    hx_op_t *op = r->op;
+    hx_tconn_t *c = r->conn;
+    *(r->prev ? &r->prev->next : &c->reqs_head) = r->next;
+    *(r->next ? &r->next->prev : &c->reqs_tail) = r->prev;
+    c->unanswered -= r->nbytes;
+    op->requests--;
+    if (status == HX_OK)
+        atomic_fetch_add_explicit(&op->moved, r->nbytes, memory_order_relaxed);
+    else
+        hx_op_fail(op, status, status == HX_ERR_CONNECTION ? ECONNRESET : 0, 0, c->why);
+    atomic_store(&op->progress_ns, 0);
+    free_req(c->peer->t, r);
+    start_clock(c);
+    hx_tcp_maybe_done(op, done);
+}
+
+/* ---- messages ---- */
+
+void hx_tcp_free_out(hx_tout_t *out)
+{
+    if (out->region)
+        hx_region_release(out->region);
+    free(out->iov);
+    free(out->rows);
+    free(out->head);
+    free(out);
+}
+
+void hx_tcp_queue(hx_tconn_t *c, hx_tout_t *out)
+{
+    out->next = NULL;
+    *(c->out_tail ? &c->out_tail->next : &c->out_head) = out;
+    c->out_tail = out;
+}
+
+static hx_tout_t *new_out(const hx_tcp_head_t *head, const hx_tcp_row_t *rows, size_t niov)
+{
+    hx_tout_t *out = hx_alloc(sizeof *out);
+    out->head_len = sizeof *head + (rows ? head->nrows * sizeof *rows : 0);
+    out->head = hx_alloc(out->head_len);
+    memcpy(out->head, head, sizeof *head);
+    if (rows)
+        memcpy(out->head + sizeof *head, rows, head->nrows * sizeof *rows);
+    if (niov)
+        out->iov = hx_alloc(niov * sizeof *out->iov);
+    out->niov = niov;
+    return out;
+}
+
+void hx_tcp_say_done(hx_tconn_t *c, uint64_t id, uint32_t status)
+{
+    hx_tcp_head_t head = {.magic = HX_TCP_MAGIC, .type = HX_TCP_DONE, .status = status, .id = id};
+    hx_tcp_queue(c, new_out(&head, NULL, 0));
+}
+
+static uint32_t checksum(const struct iovec *iov, size_t n)
+{
+    uint32_t crc = 0;
+    for (size_t i = 0; i < n; i++)
+        crc = hx_crc32c(crc, iov[i].iov_base, iov[i].iov_len);
+    return crc;
+}
+
+void hx_tcp_say_data(hx_tconn_t *c, const hx_tcp_head_t *ask, hx_region_t *region, const hx_tcp_row_t *rows)
+{
+    hx_tcp_head_t head = {.magic = HX_TCP_MAGIC, .type = HX_TCP_DATA, .id = ask->id, .nbytes = ask->nbytes};
+    hx_tout_t *out = new_out(&head, NULL, ask->nrows);
+    for (uint32_t i = 0; i < ask->nrows; i++)
+        out->iov[i] = (struct iovec){region->base + rows[i].off, rows[i].nbytes};
+    if (ask->flags & HX_TCP_CHECKSUM) {
+        head.flags = HX_TCP_CHECKSUM;
+        head.crc = checksum(out->iov, out->niov);
+        memcpy(out->head, &head, sizeof head);
+    }
+    out->region = region;
+    out->region_id = region->id;
+    out->nrows = ask->nrows;
+    out->rows = hx_alloc(ask->nrows * sizeof *rows + 1);
+    memcpy(out->rows, rows, ask->nrows * sizeof *rows);
+    hx_tcp_queue(c, out);
+}
+
+/* Cuts the next rows of one region off the operation, as one message. */
+static void cut(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c, hx_treq_t *r)
+{
+    hx_tcp_row_t rows[HX_TCP_ROWS_MAX];
+    r->batch = hx_op_claim(op, CHUNK);
+    size_t part = hx_op_part_of(op, r->batch.first), n = 0;
+    if (op->parts[part].end < r->batch.last) { /* one region in one message */
+        op->cursor = r->batch.last = op->parts[part].end;
+        op->cursor_off = r->batch.last_end = 0;
+    }
+    const hx_rregion_t *remote = op->parts[part].remote;
+    uint8_t *base = op->parts[part].local->base;
+    hx_tcp_head_t head = {.magic = HX_TCP_MAGIC,
+                          .type = op->kind == HX_WRITE ? HX_TCP_WRITE : HX_TCP_READ,
+                          .flags = t->checksum ? HX_TCP_CHECKSUM : 0,
+                          .id = (uint64_t)r->gen << 32 | r->index,
+                          .region = remote->id,
+                          .rkey = remote->rkey};
+    struct iovec iov[HX_TCP_ROWS_MAX];
+    for (size_t i = r->batch.first; i < r->batch.last; i++) {
+        uint64_t from, to;
+        hx_tcp_row(op, &r->batch, i, &from, &to);
+        if (from == to)
+            continue;
+        rows[n] = (hx_tcp_row_t){op->descs[i].remote_off + from, to - from};
+        iov[n++] = (struct iovec){base + op->descs[i].local_off + from, to - from};
+        head.nbytes += to - from;
+    }
+    head.nrows = (uint32_t)n;
+    r->nbytes = head.nbytes;
+    bool write = op->kind == HX_WRITE;
+    if (write && t->checksum)
+        head.crc = checksum(iov, n);
+    hx_tout_t *out = new_out(&head, rows, write ? n : 0);
+    if (write)
+        memcpy(out->iov, iov, n * sizeof *iov);
+    out->req = write ? r : NULL;
+    r->unsent = write;
+    list_req(c, r);
+    hx_tcp_queue(c, out);
+}
+
+/* A connection with room, in turn; NULL: none. */
+static hx_tconn_t *with_room(hx_tpeer_t *p)
+{
+    for (unsigned i = 0; i < p->streams; i++) {
+        hx_tconn_t *c = p->conns[(p->turn + i) % p->streams];
+        if (c && !c->broken && c->unanswered < HX_TCP_WINDOW) {
+            p->turn = (p->turn + i + 1) % p->streams;
+            return c;
+        }
+    }
+    return NULL;
+}
+
+static bool revoked(const hx_op_t *op)
+{
+    for (size_t i = 0; i < op->nparts; i++)
+        if (atomic_load(&op->parts[i].remote->dead))
+            return true;
+    return false; /* the rest is the owner's to say, and it says it for each message */
+}
+
+static void check_rows(hx_op_t *op)
+{
+    hx_status_t status = hx_op_check_overlap(op);
+    if (status != HX_OK)
+        hx_op_fail(op, status, 0, 0, NULL);
+    op->prepared = true;
+    atomic_store(&op->stage, HX_STAGE_ACTIVE);
+}
+
+/* Is the operation fit to be cut? False: it waits, or it has failed. */
+static bool ready(hx_op_t *op, bool *waits_p)
+{
+    *waits_p = false;
+    for (size_t i = 0; i < op->nparts; i++) {
+        uint32_t state = atomic_load(&op->parts[i].local->state);
+        *waits_p |= state == HX_REGION_PENDING;
+        if (state == HX_REGION_FAILED)
+            hx_op_fail(op, HX_ERR_REGION_CLOSED, 0, 0, NULL);
+    }
+    if (!op->prepared)
+        check_rows(op);
+    if (revoked(op))
+        hx_op_fail(op, HX_ERR_REMOTE_ACCESS, 0, 0, NULL);
+    return !*waits_p && hx_op_verdict(op) == HX_OK;
+}
+
+void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done)
+{
+    const hx_op_t *turned = NULL;
+    hx_tconn_t *c;
+    while (p->runq.head && p->runq.head != turned && (c = with_room(p))) {
+        hx_op_t *op = hx_opq_pop(&p->runq);
+        bool waits, more = true;
+        op->queued = false;
+        if (!op->prepared && op->ndescs > 1) { /* sorting: posting threads need not wait for that */
+            pthread_mutex_unlock(&p->t->mu);
+            check_rows(op);
+            pthread_mutex_lock(&p->t->mu);
+        }
+        if (ready(op, &waits)) {
+            hx_treq_t *r = op->cursor < op->ndescs ? new_req(p->t, op, c) : NULL;
+            if (r)
+                cut(p->t, op, c, r);
+            else
+                waits = op->cursor < op->ndescs; /* none is left */
+            more = op->cursor < op->ndescs;
+        } else {
+            more = waits;
+        }
+        if (waits)
+            turned = turned ? turned : op;
+        else
+            turned = NULL;
+        if (more && hx_op_verdict(op) == HX_OK) {
+            op->queued = true;
+            hx_opq_push(&p->runq, op); /* behind the others: each has its turn for a chunk */
+        } else {
+            hx_tcp_maybe_done(op, done);
+        }
+    }
+}
+
+/* ---- the socket ---- */
+
+static size_t gather(hx_tout_t *out, struct iovec *iov, size_t room, size_t *nbytes_p)
+{
+    size_t n = 0;
+    for (; out && n < room; out = out->next) {
+        if (out->head_off < out->head_len) {
+            iov[n] = (struct iovec){out->head + out->head_off, out->head_len - out->head_off};
+            *nbytes_p += iov[n++].iov_len;
+        }
+        for (size_t i = out->at; i < out->niov && n < room; i++) {
+            iov[n] = out->iov[i];
+            *nbytes_p += iov[n++].iov_len;
+        }
+        if (*nbytes_p >= FLUSH)
+            break;
+    }
+    return n;
+}
+
+/* What the kernel has taken is not ours any more. */
+static void advance(hx_tconn_t *c, size_t sent)
+{
+    hx_tout_t *out;
+    while ((out = c->out_head)) {
+        size_t n = out->head_len - out->head_off;
+        n = n < sent ? n : sent;
+        out->head_off += n;
+        sent -= n;
+        while (sent && out->at < out->niov) {
+            struct iovec *v = &out->iov[out->at];
+            n = v->iov_len < sent ? v->iov_len : sent;
+            v->iov_base = (uint8_t *)v->iov_base + n;
+            v->iov_len -= n;
+            sent -= n;
+            if (!v->iov_len)
+                out->at++;
+        }
+        if (out->head_off < out->head_len || out->at < out->niov)
+            return;
+        if (out->req)
+            out->req->unsent = false;
+        c->out_head = out->next;
+        if (!c->out_head)
+            c->out_tail = NULL;
+        hx_tcp_free_out(out);
+    }
+}
+
+bool hx_tcp_flush(hx_tconn_t *c, bool inline_only)
+{
+    hx_tcp_t *t = c->peer->t;
+    size_t total = 0;
+    while (c->out_head && total < FLUSH) {
+        struct iovec iov[IOV];
+        size_t want = 0, n = gather(c->out_head, iov, IOV, &want);
+        struct msghdr msg = {.msg_iov = iov, .msg_iovlen = n};
+        c->sending = true;
+        if (!inline_only)
+            pthread_mutex_unlock(&t->mu);
+        ssize_t sent = sendmsg(c->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
+        int err = errno;
+        if (!inline_only)
+            pthread_mutex_lock(&t->mu);
+        c->sending = false;
+        if (sent < 0 && err == EINTR)
+            continue;
+        if (sent < 0 && err != EAGAIN && err != EWOULDBLOCK && err != ENOBUFS) {
+            snprintf(c->why, sizeof c->why, "the data connection broke: %.80s", strerror(err));
+            c->broken = true;
+            return false;
+        }
+        if (sent < 0 || (size_t)sent < want) {
+            if (sent > 0)
+                advance(c, (size_t)sent);
+            c->want_write = true;
+            return true;
+        }
+        advance(c, (size_t)sent);
+        total += (size_t)sent;
+    }
+    c->want_write = c->out_head != NULL;
+    return true;
+}
+
+/* ---- posts ---- */
+
+/* A small one goes out at once, if nobody is in the way. Under mu. */
+static bool send_now(hx_tpeer_t *p, hx_op_t *op)
+{
+    bool waits;
+    if (p->runq.head || op->nbytes > HX_TCP_INLINE || op->ndescs != 1 || !op->nbytes)
+        return false;
+    hx_tconn_t *c = with_room(p);
+    if (!c || c->sending || c->out_head || c->want_write || !ready(op, &waits))
+        return false;
+    hx_treq_t *r = new_req(p->t, op, c);
+    if (!r)
+        return false;
+    cut(p->t, op, c, r);
+    if (!hx_tcp_flush(c, true) || c->out_head)
+        hx_tcp_wake(p->t); /* the rest is the thread's */
+    return true;
+}
+
+void hx_tcp_submit(hx_op_t *op)
+{
+    hx_tpeer_t *p = op->ep->tcp;
+    hx_tcp_t *t = p->t;
+    bool now = pthread_mutex_trylock(&t->mu) == 0;
+    if (!now)
+        pthread_mutex_lock(&t->mu); /* held for queue work only, never across a wait */
+    if (!now || !send_now(p, op)) {
+        op->queued = true;
+        hx_opq_push(&p->runq, op);
+        pthread_mutex_unlock(&t->mu);
+        hx_tcp_wake(t);
+        return;
+    }
+    pthread_mutex_unlock(&t->mu);
+}

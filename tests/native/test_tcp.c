@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The tcp provider: two engines of one process that know nothing of each other but a port. */
+#define _GNU_SOURCE
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include "pair.h"
+
+enum { NBYTES = 8 << 20, RW = HX_ACCESS_READ | HX_ACCESS_WRITE };
+
+static void open_tcp(side_t *s, const char *name, bool checksum, uint32_t streams)
+{
+    hx_config_t c = config_of(name);
+    c.transports = HX_TRANSPORT_TCP;
+    c.tcp_host = "127.0.0.1";
+    c.unix_path = s->path; /* side_open fills it */
+    c.checksum = checksum;
+    c.streams = streams;
+    c.secret = "a secret";
+    c.secret_len = 8;
+    c.stall_timeout_ns = 2000000000;
+    c.cancel_grace_ns = 300000000;
+    side_open(s, &c);
+}
+
+static void link_tcp(side_t *a, side_t *b)
+{
+    uint32_t ra = a->ready, rb = b->ready;
+    hx_target_t target = {.tcp_host = "127.0.0.1", .tcp_port = hx_engine_tcp_port(b->engine)};
+    CHECK_EQ(hx_connect(a->engine, &target), HX_OK);
+    WAIT(a->ready == ra + 1 && b->ready == rb + 1);
+}
+
+/* What one engine's thread has sent or received, and the other's answer, are ordered by a socket, which a sanitizer does not
+ * see. To revoke nothing makes the control thread take the lock of that thread, and answer us: an order that it does see. */
+static void settle(side_t *s, hx_region_t *region)
+{
+    static uint64_t token = 1000;
+    uint64_t none[2] = {0, 0};
+    token++;
+    CHECK_EQ(hx_region_revoke(region, NULL, none, 1, token), HX_OK);
+    WAIT(s->done[token].count == 1);
+}
+
+static void test_moves(bool by_unix, bool checksum, uint32_t streams)
+{
+    side_t a, b;
+    open_tcp(&a, "tcp-a", checksum, streams);
+    open_tcp(&b, "tcp-b", checksum, streams);
+    by_unix ? link_up(&a, &b) : link_tcp(&a, &b);
+    hx_region_t *local = allocate(&a, NBYTES, RW, "mine"), *target = allocate(&b, NBYTES, RW, "t");
+    WAIT(remote(&a, "t") != NULL && remote(&b, "mine") != NULL);
+    uint8_t *here = hx_region_addr(local), *there = hx_region_addr(target);
+    hx_rregion_t *t = remote(&a, "t");
+    fill(here, NBYTES, 1);
+    CHECK_EQ(post_one(&a, HX_WRITE, 1, local, 0, t, 0, NBYTES, NULL), HX_OK);
+    WAIT_FINAL(&a, 1, HX_OK);
+    settle(&b, target);
+    CHECK(!memcmp(here, there, NBYTES));
+    fill(there, NBYTES, 2);
+    CHECK_EQ(post_one(&a, HX_READ, 2, local, 0, t, 0, NBYTES, NULL), HX_OK);
+    WAIT_FINAL(&a, 2, HX_OK);
+    settle(&b, target);
+    CHECK(!memcmp(here, there, NBYTES));
+    /* The side that was dialled uses the same connections. */
+    fill(there, NBYTES, 3);
+    CHECK_EQ(post_one(&b, HX_WRITE, 3, target, 0, remote(&b, "mine"), 0, NBYTES, NULL), HX_OK);
+    WAIT_FINAL(&b, 3, HX_OK);
+    settle(&a, local);
+    CHECK(!memcmp(here, there, NBYTES));
+    enum { ROWS = 10000 };
+    static uint64_t lo[ROWS], ro[ROWS];
+    fill(here, NBYTES, 4);
+    for (uint64_t i = 0; i < ROWS; i++) {
+        lo[i] = i * 512;
+        ro[i] = (ROWS - 1 - i) * 512;
+    }
+    hx_segment_t seg = {.local = local,
+                        .remote = t,
+                        .rkey = hx_rregion_rkey(t),
+                        .local_off = lo,
+                        .remote_off = ro,
+                        .each = 512,
+                        .n = ROWS};
+    CHECK_EQ(post_note(&a, 4, "rows", &seg, 1, NULL), HX_OK);
+    WAIT(b.nnotes == 1);
+    settle(&b, target);
+    bool same = true;
+    for (uint64_t i = 0; i < ROWS; i++)
+        same &= !memcmp(here + lo[i], there + ro[i], 512);
+    CHECK(same);
+    WAIT_FINAL(&a, 4, HX_OK);
+    enum { MANY = 200 };
+    fill(here, NBYTES, 5);
+    for (uint64_t i = 0; i < MANY; i++)
+        CHECK_EQ(post_one(&a, i % 2 ? HX_WRITE : HX_READ, 10 + i, local, i * 4096, t, i * 4096, 4096, NULL), HX_OK);
+    for (uint64_t i = 0; i < MANY; i++)
+        WAIT_FINAL(&a, 10 + i, HX_OK);
+    settle(&b, target);
+    CHECK(!memcmp(here, there, MANY * 4096));
+    /* The owner itself refuses what it has taken back. */
+    uint64_t span[2] = {4096, 4096};
+    CHECK_EQ(hx_region_revoke(target, NULL, span, 1, 2), HX_OK);
+    WAIT(b.done[2].count == 1);
+    CHECK_EQ(b.done[2].status, HX_OK);
+    CHECK_EQ(post_one(&a, HX_WRITE, 300, local, 0, t, 4000, 200, NULL), HX_OK);
+    WAIT_FINAL(&a, 300, HX_ERR_REMOTE_ACCESS);
+    CHECK_EQ(post_one(&a, HX_READ, 301, local, 0, t, 8000, 400, NULL), HX_OK);
+    WAIT_FINAL(&a, 301, HX_ERR_REMOTE_ACCESS);
+    CHECK_EQ(post_one(&a, HX_WRITE, 302, local, 0, t, 0, 4096, NULL), HX_OK);
+    WAIT_FINAL(&a, 302, HX_OK);
+    CHECK_EQ(hx_region_deregister(target, 3), HX_OK);
+    WAIT(b.done[3].count == 1);
+    CHECK_EQ(b.done[3].status, HX_OK);
+    hx_region_unref(local);
+    hx_region_unref(target);
+    side_close(&a);
+    side_close(&b);
+}
+
+static void test_cancel_and_loss(void)
+{
+    side_t a, b;
+    uint64_t handle;
+    open_tcp(&a, "tcp-a", false, 1);
+    open_tcp(&b, "tcp-b", false, 1);
+    link_tcp(&a, &b);
+    hx_region_t *local = allocate(&a, NBYTES, RW, NULL), *target = allocate(&b, NBYTES, RW, "t");
+    WAIT(remote(&a, "t") != NULL);
+    for (uint64_t i = 0; i < 50; i++) {
+        CHECK_EQ(post_one(&a, i % 2 ? HX_WRITE : HX_READ, 1 + i, local, 0, remote(&a, "t"), 0, NBYTES, &handle), HX_OK);
+        hx_cancel(a.engine, handle);
+    }
+    for (uint64_t i = 0; i < 50; i++)
+        WAIT(atomic_load(&a.of[1 + i].finals) == 1);
+    CHECK_EQ(post_one(&a, HX_WRITE, 60, local, 0, remote(&a, "t"), 0, NBYTES, NULL), HX_OK);
+    WAIT_FINAL(&a, 60, HX_OK);
+    for (uint64_t i = 0; i < 20; i++)
+        CHECK_EQ(post_one(&a, HX_WRITE, 70 + i, local, 0, remote(&a, "t"), 0, NBYTES, NULL), HX_OK);
+    hx_engine_stop(b.engine);
+    for (uint64_t i = 0; i < 20; i++)
+        WAIT(atomic_load(&a.of[70 + i].finals) == 1);
+    hx_region_unref(local);
+    hx_region_unref(target);
+    side_close(&a);
+    side_close(&b);
+}
+
+int main(void)
+{
+    test_moves(false, false, 1);
+    test_moves(false, true, 3);
+    test_moves(true, false, 2);
+    test_cancel_and_loss();
+    end_folder();
+    return report("test_tcp");
+}
