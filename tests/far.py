@@ -18,7 +18,9 @@ from aiohixl.testing import Memory
 
 
 @contextlib.asynccontextmanager
-async def npu_child(name: str = "child", *, knobs: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[Child]:
+async def npu_child(
+    name: str = "child", *, knobs: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[Child]:
     """An engine on NPU 1 in a new process; `knobs` are its stand-in's from the start."""
     options = {"hixl_library": str(LIBRARY), "npu_id": 1, "knobs": knobs or {}, **options}
     async with child(name, script="hixl_peer.py", **options) as running:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from processes import run_python, until
 from standin import FLAVOURS, LIBRARY, PairNpu, Standin, StartNpu, npu_region
 
 import aiohixl
@@ -58,7 +59,8 @@ async def test_one_peers_post_blocks_nobody_else(standin: Standin, start_npu: St
     remotes = [await peer.region("t") for peer in peers]
     for peer, remote in zip(peers, remotes, strict=True):
         await peer.write(source, remote)
-    standin.set(block_post_peer=slow.hixl_address, block_post_ms=3000)
+    seconds = 3.0 if flavour == "device" else 0.7
+    standin.set(block_post_peer=slow.hixl_address, block_post_ms=int(seconds * 1000))
     blocked = peers[0].write(source, remotes[0])
     rounds = 0
     async with ticking() as late:
@@ -67,16 +69,17 @@ async def test_one_peers_post_blocks_nobody_else(standin: Standin, start_npu: St
         await source.upload(np.full(4096, 6, np.uint8))
         while not blocked.done():
             await peers[1].write(source, remotes[1])
-            await peers[1].notify(b"", topic=str(rounds))
+            if rounds < 100:
+                await peers[1].notify(b"")
             rounds += 1
             if rounds % 10 == 0:
                 await asyncio.sleep(0)
-        assert len(late) > 300
+        assert len(late) > 100
     assert rounds > 100
     assert set(await targets[1].download()) == {6}
     await blocked
     assert blocked.elapsed is not None
-    assert blocked.elapsed > 2.5
+    assert blocked.elapsed > 0.9 * seconds
     assert standin.stat("polls_during_post") == 0
     assert standin.stat("max_concurrent_posts") >= 2
 
@@ -167,7 +170,7 @@ async def test_nothing_is_polled_while_nothing_is_outstanding(
     print(f"CPU of half an idle second: {(time.process_time() - cpu) * 1e3:.2f} ms")
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", ["device", "comm"])
 async def test_polls_become_rare(standin: Standin, pair_npu: PairNpu, flavour: str) -> None:
     """At most every 200 us or so while something is outstanding for long; far fewer than a busy poller's."""
     standin.set(**FLAVOURS[flavour])
@@ -214,19 +217,61 @@ async def test_a_start_that_is_given_up(standin: Standin) -> None:
     """A thread finishes it, and undoes it."""
     standin.set(finalize_ms=0)
     for turns in range(4):
-        task = asyncio.ensure_future(
-            aiohixl.Engine("x", transports=["hixl"], hixl_library=standin.library).start()
-        )
+        task = asyncio.ensure_future(aiohixl.Engine("x", transports=["hixl"], hixl_library=standin.library).start())
         for _ in range(turns + 1):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
-    for thread in threading.enumerate():
-        if thread.name.startswith("aiohixl"):
-            await asyncio.to_thread(thread.join)
-    await asyncio.get_running_loop().shutdown_default_executor()
-    assert standin.stat("finalizes") == standin.stat("initializes")
+    await until(lambda: standin.stat("finalizes") == standin.stat("initializes"), "all are finalized")
+    await until(lambda: not any(t.name.startswith("aiohixl") for t in threading.enumerate()), "its threads end")
+    assert standin.stat("registered") == 0
+
+
+async def close_in_the_middle(a: aiohixl.Engine, others: list[aiohixl.Engine], how: str, dice: random.Random) -> None:
+    """Transfers, registrations, connections and posts of another thread under way."""
+    loop = asyncio.get_running_loop()
+    source = await npu_region(a, MIB, fill=1)
+    peer = await a.connect(others[0].address)
+    remote = await peer.region("t")
+    stop, posted = threading.Event(), threading.Event()
+
+    def post() -> None:
+        with contextlib.suppress(HixlError):
+            while not stop.is_set():
+                with contextlib.suppress(aiohixl.QueueFullError):
+                    loop.call_soon_threadsafe(peer.post_write(source[:64], remote[:64]).detach)
+                posted.set()
+                stop.wait(0.0002)
+        posted.set()
+
+    async def work(address: str) -> None:
+        with contextlib.suppress(HixlError):
+            while True:
+                peer = await a.connect(address)
+                remote = await peer.region("t")
+                await aiohixl.wait_all(peer.write(source, remote) for _ in range(5))
+                extra = await a.allocate(4096, device="npu")
+                await peer.write(extra, remote[:4096])
+                await extra.deregister()
+                if dice.random() < 0.3:
+                    await peer.close()
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    tasks = [asyncio.create_task(work(engine.address)) for engine in others]
+    raw = asyncio.create_task(a.connect_raw(others[1].hixl_address or "", regions={}))
+    await asyncio.to_thread(posted.wait, 10)
+    await asyncio.sleep(dice.random() * 0.02)
+    if how == "abort":
+        a.abort()
+    else:
+        await a.close(timeout=0.0 if how == "impatient" else 0.2)
+    stop.set()
+    await asyncio.to_thread(thread.join)
+    results = await asyncio.gather(*tasks, raw, return_exceptions=True)
+    unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, HixlError | ExceptionGroup)]
+    assert unexpected == []
 
 
 @pytest.mark.parametrize("how", ["close", "abort", "impatient"])
@@ -240,61 +285,22 @@ async def test_closed_in_the_middle_of_everything(
     b = await start_npu("b", 1)
     await npu_region(b, MIB, "t")
     for _ in range(6):
-        a = await start_npu("a", cancel_grace=0.05)
         c = await start_npu("c", 1)
         await npu_region(c, MIB, "t")
-        source = await npu_region(a, MIB, fill=1)
-        stop = threading.Event()
-        posted = threading.Event()
-
-        def post(peer: aiohixl.Peer, remote: aiohixl.RemoteRegion, stop: threading.Event, posted: threading.Event) -> None:
-            with contextlib.suppress(HixlError):
-                while not stop.is_set():
-                    with contextlib.suppress(aiohixl.QueueFullError):
-                        loop.call_soon_threadsafe(peer.post_write(local, remote).detach)
-                    posted.set()
-                    stop.wait(0.0002)
-
-        async def work(engine: aiohixl.Engine, address: str) -> None:
-            with contextlib.suppress(HixlError):
-                while True:
-                    peer = await engine.connect(address)
-                    remote = await peer.region("t")
-                    await aiohixl.wait_all(peer.write(source, remote) for _ in range(5))
-                    extra = await engine.allocate(4096, device="npu")
-                    await peer.write(extra, remote[:4096])
-                    await extra.deregister()
-                    if dice.random() < 0.3:
-                        await peer.close()
-
-        loop, local = asyncio.get_running_loop(), source[:64]
-        peer = await a.connect(b.address)
-        thread = threading.Thread(target=post, args=(peer, await peer.region("t"), stop, posted))
-        thread.start()
-        tasks = [asyncio.create_task(work(a, engine.address)) for engine in (b, c)]
-        raw = asyncio.create_task(a.connect_raw(c.hixl_address or "", regions={}))
-        await asyncio.to_thread(posted.wait, 10)
-        await asyncio.sleep(dice.random() * 0.02)
-        if how == "abort":
-            a.abort()
-        else:
-            await a.close(timeout=0.0 if how == "impatient" else 0.2)
-        stop.set()
-        await asyncio.to_thread(thread.join)
-        await asyncio.gather(*tasks, raw, return_exceptions=True)
+        await close_in_the_middle(await start_npu("a", cancel_grace=0.05), [b, c], how, dice)
         await c.close()
     assert standin.stat("initializes") == standin.stat("finalizes") + 1
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
 async def test_closed_while_nothing_returns(standin: Standin, start_npu: StartNpu) -> None:
-    """The NPU hangs, and so does Disconnect: what cannot be had back is said, and close ends."""
+    """The NPU hangs, and so does Disconnect: close waits for it, though not for ever."""
     a, b = await start_npu("a", cancel_grace=0.1), await start_npu("b", 1)
     source, _ = await npu_region(a, MIB, fill=1), await npu_region(b, MIB, "t")
     peer = await a.connect(b.address)
     remote = await peer.region("t")
     await peer.write(source, remote)
-    standin.set(hang_device=1, hang_disconnect_ms=3000)
+    standin.set(hang_device=1, hang_disconnect_ms=1000)
     hung = peer.write(source, remote)
     while standin.stat("posts") < 2:
         await asyncio.sleep(0.001)
@@ -303,3 +309,43 @@ async def test_closed_while_nothing_returns(standin: Standin, start_npu: StartNp
             await a.close(timeout=0.0)
     with pytest.raises(HixlError):
         await hung
+
+
+STUCK = """
+import asyncio, ctypes, sys, aiohixl
+
+async def main():
+    options = {"transports": ["hixl"], "hixl_library": sys.argv[1], "cancel_grace": 0.1}
+    a = await aiohixl.Engine("a", npu_id=0, **options).start()
+    b = await aiohixl.Engine("b", npu_id=1, **options).start()
+    source = await a.allocate(4096, device="npu")
+    await b.allocate(4096, "t", device="npu")
+    peer = await a.connect(b.address)
+    remote = await peer.region("t")
+    await peer.write(source, remote)
+    library = ctypes.CDLL(sys.argv[1] + "/libcann_hixl.so")
+    for knob in (b"hang_device", b"hang_disconnect_ms"):
+        assert library.hixl_standin_set(knob, b"600000") == 0
+    hung = peer.write(source, remote)
+    while library.hixl_standin_stat(b"posts") < 2:
+        await asyncio.sleep(0.001)
+    try:
+        await a.close(timeout=0.0)
+    except aiohixl.RegionPinnedError:
+        print("pinned")
+    try:
+        await hung
+    except aiohixl.TransferAbortedError:
+        print("aborted")
+    await b.close()
+
+asyncio.run(main())
+print("over")
+"""
+
+
+def test_a_library_that_never_returns(standin: Standin) -> None:
+    """The engine closes, the process ends; what the library holds is never given to anybody else."""
+    done = run_python(STUCK, standin.library)
+    assert done.stdout.split() == ["pinned", "aborted", "over"], done
+    assert done.returncode == 0

@@ -8,7 +8,8 @@ import contextlib
 import select
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,11 @@ class Program:
             env={"HIXL_STANDIN": knobs},
         )
         npu, host = (int(word) for word in self.line().split())
-        self.regions = {"npu": (npu, MIB), "host": (host, MIB, "cpu")}
+        self.npu = npu
+        self.regions: dict[str, tuple[int, int] | tuple[int, int, str]] = {
+            "npu": (npu, MIB),
+            "host": (host, MIB, "cpu"),
+        }
 
     def line(self) -> str:
         out = self.process.stdout
@@ -159,15 +164,17 @@ async def test_what_hixl_does_not_take(program: Program, start_npu: StartNpu) ->
     a = await start_npu("a")
     peer = await a.connect_raw(program.address, regions=program.regions)
     mine = await npu_region(a, 8)
+    there = peer.regions["npu"][:8]
+    posts: list[Callable[[str], Any]] = [
+        lambda text: peer.notify(text),
+        lambda text: peer.notify("", text),
+        lambda text: peer.write(mine, there, note=text),
+        lambda text: peer.write(mine, there, note="", note_name=text),
+    ]
     for bad, why in (("x" * 1025, "1024 bytes"), ("a\0b", "NUL"), ("\ud800", "text only"), ("é" * 513, "1024 bytes")):
-        for post in (
-            lambda text=bad: peer.notify(text),
-            lambda text=bad: peer.notify("", text),
-            lambda text=bad: peer.write(mine, peer.regions["npu"][:8], note=text),
-            lambda text=bad: peer.write(mine, peer.regions["npu"][:8], note="", note_name=text),
-        ):
+        for post in posts:
             with pytest.raises(ConfigError, match=why):
-                await post()
+                await post(bad)
     assert program.ask("notifies") == "0"
     assert program.ask("values", 0) == "0"
     for name in ("write_kv", "read_kv", "stream_kv", "kv", "caches"):
@@ -194,7 +201,7 @@ async def test_a_region_that_is_not_there(program: Program, start_npu: StartNpu,
     """HIXL finds out: at once, or, the comm kind, on the NPU, where it never ends."""
     a = await start_npu("a", stall_timeout=0.5)
     mine = await npu_region(a, 4096, fill=3)
-    wrong = {"wrong": (program.regions["npu"][0] + MIB, 4096), **program.regions}
+    wrong = {**program.regions, "wrong": (program.npu + MIB, 4096)}
     peer = await a.connect_raw(program.address, regions=wrong)
     with pytest.raises((ProviderError, TransferTimeoutError)) as failed:
         await peer.write(mine, peer.regions["wrong"])
@@ -245,12 +252,15 @@ async def test_a_notification_that_fails(standin: Standin, program: Program, sta
 
 async def test_the_bad_calls(start_npu: StartNpu) -> None:
     a = await start_npu("a")
-    for address in ("localhost:5", "10.0.0.1", "10.0.0.1:0", "::1:5", 5):
+    addresses: list[Any] = ["localhost:5", "10.0.0.1", "10.0.0.1:0", "::1:5", 5]
+    for address in addresses:
         with pytest.raises(ConfigError, match="connect_raw"):
-            await a.connect_raw(address, regions={})  # type: ignore[arg-type]
-    for regions in ([], {"x": (0, 5)}, {"x": (5, 0)}, {"x": 5}, {"": (5, 5)}, {"x": (5, 5, "gpu")}, {"x": (1 << 64, 1)}):
+            await a.connect_raw(address, regions={})
+    bad: list[Any] = [[], {"": (5, 5)}]
+    bad += [{"x": region} for region in ((0, 5), (5, 0), 5, (5, 5, "gpu"), (1 << 64, 1))]
+    for regions in bad:
         with pytest.raises(ConfigError, match="connect_raw"):
-            await a.connect_raw("127.0.0.1:5", regions=regions)  # type: ignore[arg-type]
+            await a.connect_raw("127.0.0.1:5", regions=regions)
     async with aiohixl.Engine("plain") as plain:
         with pytest.raises(ConfigError, match="needs HIXL"):
             await plain.connect_raw("127.0.0.1:5", regions={})

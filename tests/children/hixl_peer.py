@@ -26,9 +26,7 @@ def mapped_at(addr: int, nbytes: int) -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
-    found = libc.mmap(
-        ctypes.c_void_p(addr), ctypes.c_size_t(nbytes), 3, flags, -1, ctypes.c_long(0)
-    )
+    found = libc.mmap(ctypes.c_void_p(addr), ctypes.c_size_t(nbytes), 3, flags, -1, ctypes.c_long(0))
     assert found == addr, f"mmap: errno {ctypes.get_errno()}"
     return (ctypes.c_uint8 * nbytes).from_address(addr)
 

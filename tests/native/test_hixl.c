@@ -2,77 +2,7 @@
 /* The hixl provider over the stand-in of Huawei's library (tests/hixl_standin): two engines of one process, every path of
  * the posters, the poller and the registrations, with the library's bad habits switched on one after the other. */
 #define _GNU_SOURCE
-#include <arpa/inet.h>
-#include <dlfcn.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-
-#include "pair.h"
-
-#define STANDIN (getenv("HIXL_STANDIN_LIB") ? getenv("HIXL_STANDIN_LIB") : "build/hixl_standin/lib64")
-#define BINDING "build/native/provider_hixl.so"
-
-static int (*set_knob)(const char *, const char *);
-static uint64_t (*stat_of)(const char *);
-
-static int free_port(void)
-{
-    struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t len = sizeof a;
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
-    CHECK(bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && getsockname(fd, (struct sockaddr *)&a, &len) == 0);
-    close(fd);
-    return ntohs(a.sin_port);
-}
-
-static void knob(const char *key, const char *value)
-{
-    if (!set_knob) {
-        set_knob = (int (*)(const char *, const char *))dlsym(RTLD_DEFAULT, "hixl_standin_set");
-        stat_of = (uint64_t (*)(const char *))dlsym(RTLD_DEFAULT, "hixl_standin_stat");
-    }
-    if (CHECK(set_knob != NULL))
-        CHECK_EQ(set_knob(key, value), 0);
-}
-
-static void open_hixl(side_t *s, const char *name, int32_t device)
-{
-    char local[64];
-    snprintf(local, sizeof local, "127.0.0.1:%d", free_port());
-    hx_hixl_config_t hixl = {.binding = BINDING, .library = STANDIN, .local = local, .link = "auto", .device = device};
-    hx_config_t c = config_of(name);
-    c.transports = HX_TRANSPORT_HIXL;
-    c.hixl = &hixl;
-    c.stall_timeout_ns = 400000000;
-    c.cancel_grace_ns = 200000000;
-    side_open(s, &c);
-}
-
-static hx_region_t *lend_and_wait(side_t *s, void *memory, uint64_t nbytes, const char *name)
-{
-    uint32_t usable = s->usable;
-    hx_region_t *r = lend(s, memory, nbytes, HX_ACCESS_READ | HX_ACCESS_WRITE, name);
-    WAIT(s->usable > usable);
-    return r;
-}
-
-static void open_pair(side_t *a, side_t *b)
-{
-    open_hixl(a, "hixl-a", 0);
-    open_hixl(b, "hixl-b", 1);
-    link_up(a, b);
-}
-
-static void deregister(side_t *s, hx_region_t *region, uint64_t token, uint32_t status)
-{
-    CHECK_EQ(hx_region_deregister(region, token), HX_OK);
-    WAIT(s->done[token].count == 1);
-    CHECK_EQ(s->done[token].status, status);
-    hx_region_unref(region);
-}
-
-enum { NBYTES = 1 << 20 };
-static uint8_t *here, *there;
+#include "hixl_pair.h"
 
 static void test_moves(void)
 {
@@ -154,10 +84,6 @@ static void test_failure_and_stall(bool host, bool tells)
     for (uint64_t i = 0; i < 8; i++) {
         WAIT(atomic_load(&a.of[10 + i].finals) == 1);
         failed += a.of[10 + i].status != HX_OK;
-        if (getenv("DBG"))
-            fprintf(stderr, "%.3f op %d status %u code %u conn %d disc %d posts %d\n", seconds(), (int)i,
-                    a.of[10 + i].status, a.of[10 + i].code, (int)stat_of("connects"), (int)stat_of("disconnects"),
-                    (int)stat_of("posts"));
         if (a.of[10 + i].status != HX_OK)
             CHECK_EQ(a.of[10 + i].status, tells ? HX_ERR_PROVIDER : HX_ERR_TIMEOUT);
     }
@@ -225,12 +151,8 @@ static void test_raw(void)
     open_hixl(&a, "raw-a", 0);
     char address[64];
     /* The other is an engine of the library's own, as a C++ program has it; here one of ours, found by its address only. */
-    snprintf(address, sizeof address, "127.0.0.1:%d", free_port());
-    hx_hixl_config_t hixl = {.binding = BINDING, .library = STANDIN, .local = address, .link = "auto", .device = 1};
-    hx_config_t c = config_of("raw-b");
-    c.transports = HX_TRANSPORT_HIXL;
-    c.hixl = &hixl;
-    side_open(&b, &c);
+    free_address(address);
+    open_hixl_at(&b, hixl_config("raw-b"), 1, address);
     hx_region_t *local = lend_and_wait(&a, here, NBYTES, NULL), *target = lend_and_wait(&b, there, NBYTES, NULL);
     hx_raw_region_t regions[] = {{"kv", (uintptr_t)there, NBYTES, false}};
     CHECK_EQ(hx_connect_raw(a.engine, address, regions, 1, 7), HX_OK);
@@ -257,26 +179,15 @@ static void test_raw(void)
 
 int main(void)
 {
-    here = aligned_alloc(4096, 4 * NBYTES);
-    there = aligned_alloc(4096, 4 * NBYTES);
-    char text[HX_TEXT_MAX];
-    if (!CHECK(hx_hixl_probe(BINDING, STANDIN, text) == HX_OK)) {
-        fprintf(stderr, "%s\n", text);
-        return report("test_hixl");
-    }
-    static const char *const flavours[][2] = {{"hixl", "device"}, {"hixl", "host"}, {"comm", "device"}};
-    knob("finalize_ms", "20");
-    for (size_t i = 0; i < sizeof flavours / sizeof flavours[0]; i++) {
-        fprintf(stderr, "%s engine, endpoints on the %s\n", flavours[i][0], flavours[i][1]);
-        knob("flavour", flavours[i][0]);
-        knob("placement", flavours[i][1]);
-        test_moves();
-        test_failure_and_stall(!strcmp(flavours[i][1], "host"), !strcmp(flavours[i][0], "hixl"));
-        test_close_with_work();
-        test_raw();
-    }
-    free(here);
-    free(there);
-    end_folder();
-    return report("test_hixl");
+    if (begin_hixl())
+        for (size_t i = 0; i < FLAVOURS; i++) {
+            const flavour_t *f = &flavours[i];
+            fprintf(stderr, "%s engine, endpoints on the %s\n", f->engine, f->placement);
+            be(f);
+            test_moves();
+            test_failure_and_stall(on_host(f), !strcmp(f->engine, "hixl"));
+            test_close_with_work();
+            test_raw();
+        }
+    return end_hixl("test_hixl");
 }
