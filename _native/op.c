@@ -392,13 +392,12 @@ static void unpost(hx_op_t *op)
 
 static hx_status_t choose_provider(hx_op_t *op)
 {
-    for (size_t i = 0; i < op->nparts; i++) {
-        const hx_provider_t *p = hx_provider_route(op->ep, op->parts[i].local, op->parts[i].remote, NULL);
-        if (!p || (op->provider && op->provider != p))
-            return HX_ERR_NO_PATH;
-        op->provider = p;
-    }
-    return op->after && op->provider && !op->provider->orders_after ? HX_ERR_CONFIG : HX_OK;
+    if (!op->nparts)
+        return HX_OK;
+    op->provider = hx_provider_choose(op);
+    if (!op->provider)
+        return HX_ERR_NO_PATH;
+    return op->after && !op->provider->orders_after ? HX_ERR_CONFIG : HX_OK;
 }
 
 static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p,

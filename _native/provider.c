@@ -61,6 +61,18 @@ const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *loc
     return NULL;
 }
 
+const hx_provider_t *hx_provider_choose(const hx_op_t *op)
+{
+    for (size_t i = 0; i < COUNT; i++) {
+        bool all = is_open(op->ep->engine, i);
+        for (size_t part = 0; part < op->nparts && all; part++)
+            all = providers[i]->route(op->ep, op->parts[part].local, op->parts[part].remote, NULL) == HX_OK;
+        if (all)
+            return providers[i];
+    }
+    return NULL;
+}
+
 hx_status_t hx_providers_open(hx_engine_t *engine, char text[HX_TEXT_MAX])
 {
     for (size_t i = 0; i < COUNT; i++) {

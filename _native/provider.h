@@ -74,6 +74,8 @@ struct hx_provider {
 /* The provider that carries a transfer of this endpoint between the two regions, or NULL with the reason. */
 const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
                                        char text[HX_TEXT_MAX]);
+/* The first provider that carries all parts of an operation, or NULL. */
+const hx_provider_t *hx_provider_choose(const hx_op_t *op);
 hx_status_t hx_providers_open(hx_engine_t *engine, char text[HX_TEXT_MAX]);
 void hx_providers_stop(hx_engine_t *engine);
 void hx_providers_close(hx_engine_t *engine);

@@ -2,6 +2,7 @@
 /* The tcp provider's life, its progress thread, and its entries in the provider table. The handshake of a data connection
  * is the control thread's work (data_hello.c); what comes here is authenticated. */
 #define _GNU_SOURCE
+#include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -21,7 +22,8 @@
 #define SWEEP_NS 50000000ull
 #define RETRY_NS 100000000ull /* between attempts to open a data connection */
 #define DIAL_TRIES 5
-#define FEATURE_STREAMS 1u /* the default number of connections to a peer: benchmarks/README.md */
+#define LIMBO_NS 300000000ull
+#define DEFAULT_STREAMS 1u /* the default number of connections to a peer: benchmarks/README.md */
 
 void hx_tcp_wake(hx_tcp_t *t)
 {
@@ -39,6 +41,20 @@ static void watch(hx_tcp_t *t, hx_tconn_t *c, int op)
     epoll_ctl(t->epoll_fd, op, c->fd, &ev);
 }
 
+/* A peer that dies takes its data connections along, and the control thread hears of it a moment later: until then it is
+ * not known whether a transfer has lost its connection or its peer. Its memory is left alone already. */
+static void resolve(hx_tconn_t *c, hx_tdone_t *done)
+{
+    bool over = hx_now_ns() >= c->limbo_ns || c->peer->t->stopping || c->peer->released ||
+                atomic_load(&c->peer->ep->state) != HX_EP_UP;
+    for (hx_treq_t *r = c->reqs_head, *next; r; r = next) {
+        next = r->next;
+        r->unsent = false;
+        if (over || hx_op_verdict(r->op) != HX_OK)
+            hx_tcp_answered(r, HX_ERR_CONNECTION, done);
+    }
+}
+
 /* The socket is closed first: from then on nothing reads the source or writes the target. */
 static void close_conn(hx_tconn_t *c, hx_tdone_t *done)
 {
@@ -51,23 +67,28 @@ static void close_conn(hx_tconn_t *c, hx_tdone_t *done)
     c->broken = true;
     if (!c->why[0])
         snprintf(c->why, sizeof c->why, "the data connection was closed");
-    for (hx_treq_t *r; (r = c->reqs_head);)
-        hx_tcp_answered(r, HX_ERR_CONNECTION, done);
     p->conns[c->stream] = NULL;
     p->open--;
+    p->idle_ns = hx_now_ns();
+    c->limbo_ns = p->idle_ns + LIMBO_NS;
     for (hx_tout_t *out; (out = c->out_head);) {
         c->out_head = out->next;
         hx_tcp_free_out(out); /* which drops regions: their memory is not read any more */
     }
     c->out_tail = NULL;
+    c->unsent = 0;
     c->rx.active = false;
+    c->rx.req = NULL;
+    resolve(c, done);
 }
 
-static void free_closed(hx_tcp_t *t)
+static void free_closed(hx_tcp_t *t, hx_tdone_t *done)
 {
     for (hx_tconn_t **at = &t->conns; *at;) {
         hx_tconn_t *c = *at;
-        if (c->fd >= 0) {
+        if (c->fd < 0)
+            resolve(c, done);
+        if (c->fd >= 0 || c->reqs_head) {
             at = &c->next;
             continue;
         }
@@ -125,7 +146,9 @@ static uint64_t dial(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
     bool wanted = !p->released && atomic_load(&p->ep->state) == HX_EP_UP;
     if (p->open || !p->runq.head || !wanted)
         p->failures = p->open ? 0 : p->failures;
-    if (p->runq.head && !p->open && p->failures >= DIAL_TRIES) {
+    /* The other side opens them, and cannot, or does not. */
+    bool waited = !p->dials && now > p->idle_ns + p->t->engine->config.handshake_timeout_ns;
+    if (p->runq.head && !p->open && (p->failures >= DIAL_TRIES || waited)) {
         for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
             op->queued = false;
             hx_op_fail(op, HX_ERR_CONNECTION, ECONNREFUSED, 0, "no data connection can be made");
@@ -170,6 +193,8 @@ static void drop_unsent(hx_tconn_t *c, hx_tdone_t *done)
         *(before ? &before->next : &c->out_head) = next;
         if (c->out_tail == out)
             c->out_tail = before;
+        for (size_t i = 0; i < out->niov; i++)
+            c->unsent -= out->iov[i].iov_len;
         hx_tcp_answered(r, verdict, done); /* not a byte of it was sent */
         hx_tcp_free_out(out);
         out = next;
@@ -299,9 +324,10 @@ static void *run(void *arg)
         bool more = false;
         for (hx_tconn_t *c = t->conns; c; c = c->next) {
             live |= c->reqs_head != NULL;
+            due = c->fd < 0 && c->reqs_head && (!due || c->limbo_ns < due) ? c->limbo_ns : due;
             more |= c->fd >= 0 && c->out_head && !c->want_write; /* its turn was over before its queue was */
         }
-        free_closed(t);
+        free_closed(t, &done);
         bool over = t->stopping && !t->conns && !live;
         if (t->stopping) {
             atomic_store(&t->kicked, true);
@@ -327,7 +353,7 @@ static hx_status_t open_tcp(hx_engine_t *engine, void **state_p, char text[HX_TE
         return HX_ERR_NO_MEMORY;
     t->engine = engine;
     t->checksum = engine->config.checksum;
-    t->streams = engine->config.streams ? engine->config.streams : FEATURE_STREAMS;
+    t->streams = engine->config.streams ? engine->config.streams : DEFAULT_STREAMS;
     pthread_mutex_init(&t->mu, NULL);
     t->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     t->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
@@ -429,36 +455,53 @@ typedef struct {
     uint64_t session;
     uint16_t port;
     uint16_t streams;
-    uint32_t zero;
+    uint32_t host_len;
+    /* the address we listen on: for a peer that found us by a unix socket */
 } hx_tcp_intro_t;
 
 static size_t introduce(hx_endpoint_t *ep, void *state, uint8_t *out, size_t max)
 {
     hx_tcp_t *t = state;
-    hx_tcp_intro_t intro = {ep->serial, t->engine->control.tcp_port, (uint16_t)t->streams, 0};
-    if (sizeof intro > max)
+    const char *host = t->engine->tcp_host ? t->engine->tcp_host : "";
+    hx_tcp_intro_t intro = {ep->serial, t->engine->control.tcp_port, (uint16_t)t->streams, (uint32_t)strlen(host)};
+    if (sizeof intro + intro.host_len > max)
         return 0;
     memcpy(out, &intro, sizeof intro);
-    return sizeof intro;
+    memcpy(out + sizeof intro, host, intro.host_len);
+    return sizeof intro + intro.host_len;
 }
 
-static bool address_of(hx_endpoint_t *ep, uint16_t port, hx_tpeer_t *p)
+static void set_port(struct sockaddr_storage *ss, uint16_t port)
+{
+    if (ss->ss_family == AF_INET6)
+        ((struct sockaddr_in6 *)ss)->sin6_port = htons(port);
+    else
+        ((struct sockaddr_in *)ss)->sin_port = htons(port);
+}
+
+/* Where the peer listens. By TCP we know the way to it already; by a unix socket it is this host, at the address it names. */
+static bool address_of(hx_endpoint_t *ep, uint16_t port, const char *host, hx_tpeer_t *p)
 {
     struct sockaddr_in *v4 = (struct sockaddr_in *)&p->address;
+    struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)&p->address;
     p->address_len = sizeof p->address;
     if (ep->link->tcp) {
         if (getpeername(ep->link->fd, (struct sockaddr *)&p->address, &p->address_len) < 0)
             return false;
-        if (p->address.ss_family == AF_INET6)
-            ((struct sockaddr_in6 *)&p->address)->sin6_port = htons(port);
-        else
-            v4->sin_port = htons(port);
-        return true;
+    } else if (inet_pton(AF_INET6, host, &v6->sin6_addr) == 1) {
+        v6->sin6_family = AF_INET6;
+        p->address_len = sizeof *v6;
+        if (IN6_IS_ADDR_UNSPECIFIED(&v6->sin6_addr))
+            v6->sin6_addr = in6addr_loopback;
+    } else if (inet_pton(AF_INET, host, &v4->sin_addr) == 1) {
+        v4->sin_family = AF_INET;
+        p->address_len = sizeof *v4;
+        if (v4->sin_addr.s_addr == htonl(INADDR_ANY))
+            v4->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    } else {
+        return false;
     }
-    v4->sin_family = AF_INET;
-    v4->sin_port = htons(port);
-    v4->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    p->address_len = sizeof *v4;
+    set_port(&p->address, port);
     return true;
 }
 
@@ -466,11 +509,15 @@ static bool meet(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n)
 {
     hx_tcp_t *t = state;
     hx_tcp_intro_t intro;
-    if (ep->tcp || n != sizeof intro)
+    char host[64];
+    if (ep->tcp || n < sizeof intro)
         return false;
     memcpy(&intro, body, sizeof intro);
-    if (!intro.streams || intro.streams > HX_TCP_STREAMS_MAX || intro.zero)
+    if (!intro.streams || intro.streams > HX_TCP_STREAMS_MAX || intro.host_len != n - sizeof intro ||
+        intro.host_len >= sizeof host)
         return false;
+    memcpy(host, body + sizeof intro, intro.host_len);
+    host[intro.host_len] = 0;
     uint16_t port = ep->outgoing ? intro.port : t->engine->control.tcp_port;
     if (!port)
         return true; /* the side that was asked does not listen */
@@ -479,13 +526,14 @@ static bool meet(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n)
     p->session = intro.session;
     p->dials = ep->outgoing;
     p->streams = intro.streams < t->streams ? intro.streams : t->streams;
-    if (p->dials && !address_of(ep, port, p)) {
+    if (p->dials && !address_of(ep, port, host, p)) {
         free(p);
         return true;
     }
     p->ep = ep;
     hx_endpoint_ref(ep);
     ep->tcp = p;
+    p->idle_ns = hx_now_ns();
     pthread_mutex_lock(&t->mu);
     p->next = t->peers;
     t->peers = p;

@@ -394,7 +394,8 @@ void hx_regions_forked(hx_engine_t *engine)
  * other, so no operation starts on a region whose deregistration has been answered. */
 bool hx_region_acquire(hx_region_t *region)
 {
-    hx_region_ref(region);
+    if (!try_ref(region))
+        return false; /* found in a list at its very end */
     atomic_fetch_add(&region->busy, 1);
     uint32_t state = atomic_load(&region->state);
     if (state == HX_REGION_FAILED || state == HX_REGION_CLOSING) {

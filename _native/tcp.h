@@ -14,6 +14,7 @@
 #define HX_TCP_STREAMS_MAX 16
 #define HX_TCP_INLINE (32u << 10)
 #define HX_TCP_WINDOW (8ull << 20) /* bytes of one connection that are not answered */
+#define HX_TCP_QUEUE (2ull << 20)  /* and of those that are not sent: what a small transfer waits for */
 #define HX_TCP_REQUESTS 16384
 
 typedef struct hx_tcp hx_tcp_t;
@@ -71,7 +72,8 @@ struct hx_tconn {
     bool want_write, sending, broken, fresh;
     hx_tout_t *out_head, *out_tail;
     hx_treq_t *reqs_head, *reqs_tail;
-    uint64_t unanswered;
+    uint64_t unanswered, unsent; /* bytes: of requests; of what is queued */
+    uint64_t limbo_ns;           /* closed, with requests: until then the peer's loss may still be the reason */
     hx_trx_t rx;
     char why[128];
 };
@@ -86,7 +88,7 @@ struct hx_tpeer {
     struct sockaddr_storage address;
     socklen_t address_len;
     unsigned streams, open, dialing, failures;
-    uint64_t not_before_ns;
+    uint64_t not_before_ns, idle_ns; /* idle: since when there is no connection */
     hx_tconn_t *conns[HX_TCP_STREAMS_MAX];
     unsigned turn;
     hx_opq_t runq;

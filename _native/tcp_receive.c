@@ -272,6 +272,8 @@ bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done)
             snprintf(c->why, sizeof c->why, "the data connection broke: %.80s", strerror(errno));
             return false;
         }
+        if (rx->state == RX_PAYLOAD && rx->req)
+            atomic_store(&rx->req->op->progress_ns, hx_now_ns());
         size_t payload = (size_t)got < direct ? (size_t)got : direct;
         take_payload(rx, NULL, payload);
         rx->left -= payload;

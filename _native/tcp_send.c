@@ -114,6 +114,8 @@ void hx_tcp_queue(hx_tconn_t *c, hx_tout_t *out)
     out->next = NULL;
     *(c->out_tail ? &c->out_tail->next : &c->out_head) = out;
     c->out_tail = out;
+    for (size_t i = 0; i < out->niov; i++)
+        c->unsent += out->iov[i].iov_len;
 }
 
 static hx_tout_t *new_out(const hx_tcp_head_t *head, const hx_tcp_row_t *rows, size_t niov)
@@ -197,7 +199,7 @@ static void cut(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c, hx_treq_t *r)
     if (write && t->checksum)
         head.crc = checksum(iov, n);
     hx_tout_t *out = new_out(&head, rows, write ? n : 0);
-    if (write)
+    if (write && n)
         memcpy(out->iov, iov, n * sizeof *iov);
     out->req = write ? r : NULL;
     r->unsent = write;
@@ -210,7 +212,7 @@ static hx_tconn_t *with_room(hx_tpeer_t *p)
 {
     for (unsigned i = 0; i < p->streams; i++) {
         hx_tconn_t *c = p->conns[(p->turn + i) % p->streams];
-        if (c && !c->broken && c->unanswered < HX_TCP_WINDOW) {
+        if (c && !c->broken && c->unanswered < HX_TCP_WINDOW && c->unsent < HX_TCP_QUEUE) {
             p->turn = (p->turn + i + 1) % p->streams;
             return c;
         }
@@ -317,11 +319,12 @@ static void advance(hx_tconn_t *c, size_t sent)
         n = n < sent ? n : sent;
         out->head_off += n;
         sent -= n;
-        while (sent && out->at < out->niov) {
+        while (out->at < out->niov && (sent || !out->iov[out->at].iov_len)) {
             struct iovec *v = &out->iov[out->at];
             n = v->iov_len < sent ? v->iov_len : sent;
             v->iov_base = (uint8_t *)v->iov_base + n;
             v->iov_len -= n;
+            c->unsent -= n;
             sent -= n;
             if (!v->iov_len)
                 out->at++;
@@ -355,6 +358,8 @@ bool hx_tcp_flush(hx_tconn_t *c, bool inline_only)
         c->sending = false;
         if (sent < 0 && err == EINTR)
             continue;
+        if (sent > 0 && c->reqs_head) /* a slow network is progress */
+            atomic_store(&c->reqs_head->op->progress_ns, hx_now_ns());
         if (sent < 0 && err != EAGAIN && err != EWOULDBLOCK && err != ENOBUFS) {
             snprintf(c->why, sizeof c->why, "the data connection broke: %.80s", strerror(err));
             c->broken = true;

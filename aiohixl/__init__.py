@@ -34,6 +34,7 @@ from aiohixl.kvcache import KVCache, RemoteKV
 from aiohixl.notes import Note
 from aiohixl.notifies import Notify
 from aiohixl.peer import Peer
+from aiohixl.probe import ProbeResult
 from aiohixl.rawpeer import RawPeer
 from aiohixl.region import Region, RemoteRegion, Span
 from aiohixl.remote import Route
@@ -60,6 +61,7 @@ __all__ = [
     "PeerLostError",
     "PeerMismatchError",
     "PeerUnreachableError",
+    "ProbeResult",
     "ProviderError",
     "QueueFullError",
     "RawPeer",

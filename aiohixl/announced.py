@@ -30,6 +30,10 @@ class Announced:
         """Regions by name, without the parts of caches."""
         return {region.name: region for region in self._regions.values() if "\n" not in region.name}
 
+    def hidden(self) -> dict[str, RemoteRegion]:
+        """The others: parts of caches, and what is lent for a probe."""
+        return {region.name: region for region in self._regions.values() if "\n" in region.name}
+
     def add(self, handle: _core.RemoteRegion, name: str, blob: bytes) -> list[HixlError]:
         """Answers what is wrong with caches that cannot be used."""
         problems: list[HixlError] = []

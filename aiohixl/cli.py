@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``aiohixl``: doctor, demo, rendezvous.
+"""The command ``aiohixl``: doctor, demo, rendezvous, probe.
 
 Exit codes: 0 all well; 1 it did not work; 2 wrong usage, or packages missing;
 130 and 143 stopped by ctrl-C or SIGTERM.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from aiohixl import __version__
+from aiohixl.advice import ASSUMED_TFLOPS, BUILT_IN, KV_DTYPES
 from aiohixl.demo.loops import Stopped, run_async
-from aiohixl.errors import ConfigError, RendezvousError
+from aiohixl.errors import ConfigError, HixlError, RendezvousError
 
 __all__ = ["main"]
 
 #: Environment variable for the rendezvous' token; read here and nowhere else.
 TOKEN_VARIABLE = "AIOHIXL_TOKEN"
+#: The same for the secret that engines share.
+SECRET_VARIABLE = "AIOHIXL_SECRET"
 
 
 def _say(text: str) -> None:
@@ -42,6 +46,19 @@ def _count(text: str) -> int:
     if not 1 <= value <= 4096:
         raise argparse.ArgumentTypeError(f"{value} is not a number of tokens from 1 to 4096")
     return value
+
+
+def _number(low: float, high: float, kind: Callable[[str], float] = float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    return parse
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -86,15 +103,19 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _token(options: argparse.Namespace) -> str | None:
+    return _hidden("token", options.token, options.token_file, TOKEN_VARIABLE)
+
+
+def _hidden(what: str, value: str | None, file: str | None, variable: str) -> str | None:
     """From the option, the file or the environment, in this order."""
-    if options.token is not None:
-        return str(options.token)
-    if options.token_file is not None:
+    if value is not None:
+        return value
+    if file is not None:
         try:
-            return Path(options.token_file).read_text(encoding="utf-8").strip()
+            return Path(file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"cannot read the token from {options.token_file}: {exc}") from exc
-    return os.environ.get(TOKEN_VARIABLE) or None
+            raise ConfigError(f"cannot read the {what} from {file}: {exc}") from exc
+    return os.environ.get(variable) or None
 
 
 def _is_loopback(host: str) -> bool:
@@ -124,6 +145,36 @@ def _rendezvous(options: argparse.Namespace) -> int:
     except (ConfigError, RendezvousError) as exc:
         _say(f"aiohixl rendezvous: {exc}")
         return 1
+    return 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from aiohixl import probe_command
+    from aiohixl.advice import load_model
+
+    try:
+        # Before anybody is disturbed.
+        model = None if options.model is None else load_model(options.model, options.kv_dtype)
+        asked = probe_command.Asked(
+            peer=options.peer,
+            rendezvous=options.rendezvous,
+            token=_token(options),
+            secret=_hidden("secret", options.secret, options.secret_file, SECRET_VARIABLE),
+            transport=options.transport,
+            seconds=options.seconds,
+        )
+    except ConfigError as exc:
+        _say(f"aiohixl probe: {exc}")
+        return 2
+    try:
+        result = run_async(probe_command.measure(asked))
+    except HixlError as exc:
+        _say(f"aiohixl probe: {exc}")
+        if options.json:
+            print(json.dumps({"ok": False, "error": str(exc)}))
+        return 1
+    report = probe_command.Report(result, model, options.tokens, options.tflops)
+    print(json.dumps(report.as_dict()) if options.json else report.render())
     return 0
 
 
@@ -158,10 +209,47 @@ def _parser() -> argparse.ArgumentParser:
     rendezvous = command("rendezvous", _rendezvous, "run the HTTP rendezvous where engines find each other")
     rendezvous.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     rendezvous.add_argument("--port", type=_port, default=7700, help="port; 0 takes a free one (default: %(default)s)")
-    secret = rendezvous.add_mutually_exclusive_group()
-    secret.add_argument("--token", help="bearer token that engines must show; other users can see it in ps")
-    secret.add_argument("--token-file", metavar="FILE", help=f"read it from a file (or set {TOKEN_VARIABLE})")
+    _add_hidden(rendezvous, "token", "bearer token that engines must show", TOKEN_VARIABLE)
+
+    probe = command("probe", _probe, "measure the path to an engine, and say what a model's KV cache costs on it")
+    _add_probe_options(probe)
     return parser
+
+
+def _add_hidden(command: Any, what: str, text: str, variable: str) -> None:
+    group = command.add_mutually_exclusive_group()
+    group.add_argument(f"--{what}", help=f"{text}; other users can see it in ps")
+    group.add_argument(f"--{what}-file", metavar="FILE", help=f"read it from a file (or set {variable})")
+
+
+def _add_probe_options(probe: argparse.ArgumentParser) -> None:
+    probe.add_argument("peer", metavar="PEER", help="its name, with --rendezvous; or its address (Engine.address)")
+    probe.add_argument("--rendezvous", metavar="URL", help="where the engines find each other")
+    _add_hidden(probe, "token", "bearer token of the rendezvous", TOKEN_VARIABLE)
+    _add_hidden(probe, "secret", "the secret that the engines share", SECRET_VARIABLE)
+    probe.add_argument(
+        "--transport", choices=("auto", "shm", "tcp"), default="auto", help="insist on one (default: %(default)s)"
+    )
+    probe.add_argument(
+        "--seconds", type=_number(0.1, 60), default=2.0, metavar="S", help="time to measure (default: %(default)s)"
+    )
+    probe.add_argument(
+        "--model",
+        metavar="MODEL",
+        help=f"what its KV cache costs on the path: {', '.join(BUILT_IN)}, or a Hugging Face config.json",
+    )
+    probe.add_argument(
+        "--tokens", type=_number(1, 1e9, int), default=4096, metavar="N", help="of the cache (default: %(default)s)"
+    )
+    probe.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), help="of the cache; default what the model says")
+    probe.add_argument(
+        "--tflops",
+        type=_number(1e-6, 1e9),
+        default=ASSUMED_TFLOPS,
+        metavar="T",
+        help="what computing the cache again reaches, an assumption (default: %(default)s)",
+    )
+    probe.add_argument("--json", action="store_true", help="print one JSON object: seconds, bytes, bytes per second")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

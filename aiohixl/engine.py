@@ -39,6 +39,7 @@ from aiohixl.rawpeer import RawPeer, check_regions
 from aiohixl.region import Answer, Region
 from aiohixl.registry import Registry
 from aiohixl.remote import RemoteEngine
+from aiohixl.scratch import PROBE_TOPIC, ScratchDesk
 
 __all__ = ["Engine"]
 
@@ -108,6 +109,7 @@ class Engine:
         self._connector: Connector | None = None
         self._member: Membership | None = None
         self._notes = NoteBoard(self._note_taken)
+        self._scratch = ScratchDesk(self._scratch_memory, self._spawn)
         self._credits: dict[Peer, int] = {}
         self._events = EventFan()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -560,6 +562,14 @@ class Engine:
         self._credits.clear()
 
     @property
+    def scratch(self) -> ScratchDesk:
+        """What peers borrow for a probe, and we of them."""
+        return self._scratch
+
+    def _scratch_memory(self, nbytes: int, name: str) -> Region:
+        return self._registry_().allocate(nbytes, name, hidden=True)
+
+    @property
     def peer_depth(self) -> int:
         return self._config.peer_depth
 
@@ -603,7 +613,12 @@ class Engine:
         kind, status, sys_errno, token, value, endpoint, handle, name, blob = event
         if kind == _core.EV_NOTE:
             peer = self._peer(endpoint)
-            self._notes.put(Note(peer, blob, name.decode("utf-8", "replace"), bool(value & 1)))
+            note = Note(peer, blob, name.decode("utf-8", "replace"), bool(value & 1))
+            if note.topic == PROBE_TOPIC:
+                self._note_taken(note)
+                self._scratch.noted(note)
+            else:
+                self._notes.put(note)
         elif kind == _core.EV_REGION_ADD:
             assert handle is not None
             self._peer(endpoint).region_added(handle, name.decode("utf-8", "replace"), blob)

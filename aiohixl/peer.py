@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from aiohixl import _core
-from aiohixl.errors import ConfigError, RegionError
+from aiohixl.errors import ConfigError, HixlError, RegionError
 from aiohixl.kvcache import Blocks, KVCache, RemoteKV, Row, rows_of_layer
+from aiohixl.probe import ProbeResult, probe_path
 from aiohixl.region import Region, RemoteRegion, Span
 from aiohixl.remote import Host, Offsets, RemoteEngine, Segment
+from aiohixl.scratch import PROBE_TOPIC
 from aiohixl.stream import KVStream
 from aiohixl.transfer import Transfer
 
@@ -212,6 +214,40 @@ class Peer(RemoteEngine):
         """
         return self._post("note", [], 0, _note_bytes(payload), _topic_bytes(topic))
 
+    # ---- measuring ----
+
+    async def probe(self, *, seconds: float = 2.0) -> ProbeResult:
+        """Measure the path to this peer, from host memory to host memory: latency, bandwidth each way, failures.
+
+        Takes about `seconds` (0.1 to 60), and as much of the path as it gets: transfers of others suffer meanwhile. The
+        peer lends up to 64 MiB for it, to one probe at a time, and takes them back when this ends, when we are lost, or
+        after 90 s. Raises `RemoteAccessError` (it does not lend: it is being probed, or its memory is short),
+        `TransferTimeoutError` (its loop does not answer), `RegionError` (no path, or no memory here), and as `write`.
+        Cancelling this ends what is under way and gives the memory back.
+        """
+        self._host.check()
+        self._endpoint.expect(1)  # heartbeats, so that a frozen peer is noticed
+        try:
+            return await probe_path(self, self._host.scratch, seconds)
+        finally:
+            self._endpoint.expect(-1)
+
+    def note_probe(self, payload: bytes) -> Transfer:
+        """A note between the two engines, about the memory of a probe."""
+        return self._post("note", [], 0, payload, PROBE_TOPIC.encode())
+
+    async def lent(self, name: str, *, wait: float) -> RemoteRegion:
+        """The memory that it lends for a probe."""
+        return await self._wait_for("memory for a probe", name, self._announced.hidden, wait)
+
+    def lost_error(self) -> HixlError:
+        """Why it is lost."""
+        return self._lost_error()
+
+    def became_lost(self, status: str, text: str) -> None:
+        super().became_lost(status, text)
+        self._host.scratch.lost(self)
+
     def credit(self, notes: int) -> None:
         if self._lost is None:
             self._endpoint.credit(notes)
@@ -246,6 +282,8 @@ def _topic_bytes(topic: object) -> bytes:
         encoded = topic.encode()  # type: ignore[attr-defined]  # an AttributeError is answered below
     except (AttributeError, UnicodeEncodeError):
         raise ConfigError(f"topic: a str that UTF-8 can encode, not {topic!r}") from None
+    if encoded == PROBE_TOPIC.encode():
+        raise ConfigError(f"topic: {topic!r} is what engines use between themselves; choose another")
     if len(encoded) > _core.TOPIC_MAX:
         raise ConfigError(f"topic: at most {_core.TOPIC_MAX} bytes of UTF-8, not {len(encoded)}")
     return bytes(encoded)

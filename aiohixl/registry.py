@@ -68,9 +68,12 @@ class Registry:
         self._kept.clear()
         self._named.clear()
 
-    def allocate(self, nbytes: int, name: str = "", *, access: str = "rw", device: str = "cpu") -> Region:
+    def allocate(
+        self, nbytes: int, name: str = "", *, access: str = "rw", device: str = "cpu", hidden: bool = False
+    ) -> Region:
+        """`hidden`: the name has a line feed, and peers do not list it."""
         self.check()
-        self._check_name(name)
+        self._check_name(name, part=hidden)
         place = self._place_named(device)
         size = whole_number(nbytes)
         if size is None or size <= 0:

@@ -19,6 +19,7 @@ from aiohixl.errors import HixlError, QueueFullError, RegionError, TransferAbort
 from aiohixl.npu import moment
 from aiohixl.region import Region, RemoteRegion, Span, as_int64
 from aiohixl.scope import Scope, any_open, scoped
+from aiohixl.scratch import ScratchDesk
 from aiohixl.transfer import REASONS, Transfer
 
 __all__ = ["Host", "Offsets", "RemoteEngine", "Route", "Segment"]
@@ -50,6 +51,8 @@ class Host(Protocol):
     def has_room(self) -> bool: ...
     @property
     def peer_depth(self) -> int: ...
+    @property
+    def scratch(self) -> ScratchDesk: ...
 
 
 class _Parked(NamedTuple):

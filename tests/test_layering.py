@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "geometry": {"blocks", "buffers"},
     "kv": {"blocks", "buffers", "geometry"},
     "kv_json": {"geometry", "kv"},
+    "advice": set(),
     # One direction: engine -> peer -> transfer -> completion -> _core, and region beside them.
     "completion": {"_core"},
     "transfer": {"completion", "hixl"},
@@ -46,8 +47,10 @@ ALLOWED: dict[str, set[str]] = {
     "region": {"_core", "completion", "copies"},
     "kvcache": {"blocks", "kv", "region"},
     "announced": {"_core", "completion", "kv", "kvcache", "region"},
-    "remote": {"_core", "announced", "completion", "npu", "region", "scope", "transfer"},
-    "peer": {"_core", "kvcache", "region", "remote", "stream", "transfer"},
+    "scratch": {"notes", "region", "transfer"},
+    "probe": {"region", "scratch", "transfer"},
+    "remote": {"_core", "announced", "completion", "npu", "region", "scope", "scratch", "transfer"},
+    "peer": {"_core", "kvcache", "probe", "region", "remote", "scratch", "stream", "transfer"},
     "rawpeer": {"hixl", "region", "remote", "transfer"},
     "offloop": set(),
     "forks": set(),
@@ -58,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {
         *("_core", "address", "completion", "config", "connector", "copies", "events", "forks", "kvcache", "links"),
         *("membership", "notes", "notifies", "offloop", "opening", "peer", "rawpeer", "region", "registry", "remote"),
+        "scratch",
     },
     "rendezvous": {"wire"},
     "aiohixl": {
@@ -69,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "notes",
         "notifies",
         "peer",
+        "probe",
         "rawpeer",
         "region",
         "remote",
@@ -79,9 +84,10 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"aiohixl", "_core", "config", "engine", "peer", "region", "transfer"},
     "doctor": {"aiohixl", "_core", "config", "hixl"},
     "demo": {"aiohixl", "doctor"},
-    "cli": {"aiohixl", "_core", "demo", "doctor", "rendezvous", "testing"},
+    "probe_command": {"advice", "aiohixl", "probe"},
+    "cli": {"aiohixl", "_core", "advice", "demo", "doctor", "probe_command", "rendezvous", "testing"},
 }
-TOP = {"testing", "doctor", "demo", "cli"}
+TOP = {"testing", "doctor", "demo", "probe_command", "cli"}
 
 # The same for imports inside a function, which run when it is called. What may be imported at the top may be
 # imported later as well.
@@ -128,6 +134,7 @@ ASYNCIO = TOP | {
     "offloop",
     "announced",
     "gate",
+    "scratch",
 }
 
 

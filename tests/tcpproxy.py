@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test double: the network between two engines, which cuts, holds and falsifies.
+
+The engine behind it listens on 127.0.0.2, the proxy on 127.0.0.1 at the same port: a peer's data connections go to the
+host to which its control link went, and so through here as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+
+from conftest import Start
+from datapeer import HELLO_DATA
+from wirepeer import FRAME
+
+import aiohixl
+
+BEHIND = "127.0.0.2"
+FRONT = "127.0.0.1"
+Tamper = Callable[["Pipe", int, bytes], bytes]
+
+
+class Pipe:
+    """One connection: `passed` counts its bytes [towards the engine, and back]."""
+
+    def __init__(self, proxy: Proxy, front: socket.socket, back: socket.socket) -> None:
+        self.proxy = proxy
+        self.ends = (front, back)
+        self.passed = [0, 0]
+        self.data = False
+        self.opened = asyncio.Event()
+        self.over = False
+        self._tasks = [asyncio.create_task(self._pump(way)) for way in (0, 1)]
+
+    async def _pump(self, way: int) -> None:
+        loop = asyncio.get_running_loop()
+        source, sink = self.ends[way], self.ends[1 - way]
+        with contextlib.suppress(OSError):
+            while data := await loop.sock_recv(source, 1 << 16):
+                if not way and not self.passed[0]:
+                    self.data = FRAME.unpack_from(data)[1] == HELLO_DATA
+                    self.opened.set()
+                await self.proxy.going.wait()
+                if self.proxy.cut_after is not None and self.data:
+                    room = self.proxy.cut_after - self.passed[way]
+                    if len(data) >= room:
+                        self.proxy.cut_after = None
+                        self.proxy.cuts += 1
+                        await loop.sock_sendall(sink, data[: max(0, room)])
+                        self.cut(reset=self.proxy.reset)
+                        return
+                if self.proxy.tamper is not None and self.data:
+                    data = self.proxy.tamper(self, way, data)
+                self.passed[way] += len(data)
+                await loop.sock_sendall(sink, data)
+        self.cut()
+
+    def cut(self, *, reset: bool = False) -> None:
+        """Both ends: by FIN, or by RST."""
+        if self.over:
+            return
+        self.over = True
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        for end in self.ends:
+            if reset:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.close()
+
+    async def wait(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Proxy:
+    """``cut_after``: the next data connection that has carried so many bytes in one direction is cut there, once.
+    ``tamper``: what becomes of a piece of a data connection. ``going``: cleared, nothing moves."""
+
+    def __init__(self, port: int) -> None:
+        self.pipes: list[Pipe] = []
+        self.going = asyncio.Event()
+        self.going.set()
+        self.cut_after: int | None = None
+        self.reset = False
+        self.cuts = 0
+        self.tamper: Tamper | None = None
+        self.refusing = False
+        self.address = f"tcp://{FRONT}:{port}"
+        self._place = (BEHIND, port)
+        self._listener = socket.create_server((FRONT, port))
+        self._listener.setblocking(False)
+        self._task = asyncio.create_task(self._accept())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            front, _ = await loop.sock_accept(self._listener)
+            if self.refusing:
+                front.close()
+                continue
+            back = socket.socket()
+            for end in (front, back):
+                end.setblocking(False)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.sock_connect(back, self._place)
+            self.pipes.append(Pipe(self, front, back))
+
+    @property
+    def data_pipes(self) -> list[Pipe]:
+        return [pipe for pipe in self.pipes if pipe.data and not pipe.over]
+
+    def cut_data(self, *, reset: bool = False) -> None:
+        for pipe in self.data_pipes:
+            pipe.cut(reset=reset)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._listener.close()
+        for pipe in self.pipes:
+            pipe.cut()
+            await pipe.wait()
+
+
+@contextlib.asynccontextmanager
+async def between(
+    start: Start, **options: object
+) -> AsyncIterator[tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer, Proxy]]:
+    """Engine "a", engine "b", a's peer for b, and the network between them."""
+    a = await start("a", transports=["tcp"], **options)
+    b = await start("b", transports=["tcp"], address=f"{BEHIND}:0", **options)
+    port = int(b.address.rpartition(":")[2])
+    proxy = Proxy(port)
+    try:
+        yield a, b, await a.connect(proxy.address), proxy
+    finally:
+        await proxy.close()
