@@ -206,6 +206,7 @@ struct hx_region {
     /* control thread only */
     bool wanted;             /* to be announced; holds a reference until it is deregistered or the engine stops */
     bool announced;          /* peers have been told */
+    bool was_announced;      /* and may remember */
     hx_standing_t *standing; /* what is revoked now (standing.c) */
 };
 

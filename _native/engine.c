@@ -171,7 +171,7 @@ static bool take_record(hx_op_t *op, hx_completion_t *out)
         .elapsed_ns = (first ? hx_now_ns() : op->done_ns) - op->posted_ns,
         .index = first ? UINT64_MAX : op->bad_index,
         .quiesced = !first,
-        .code = first ? 0 : atomic_load(&op->code),
+        .code = atomic_load(&op->code),
         .detail = first ? NULL : op->detail,
     };
     if (!first)

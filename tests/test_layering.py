@@ -58,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {
         *("_core", "address", "completion", "config", "connector", "copies", "events", "forks", "kvcache", "links"),
         *("membership", "notes", "notifies", "offloop", "opening", "peer", "rawpeer", "region", "registry", "remote"),
+        "transfer",
     },
     "rendezvous": {"wire"},
     "aiohixl": {
