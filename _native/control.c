@@ -395,10 +395,12 @@ void hx_control_stop(hx_engine_t *engine)
 void hx_engine_before_fork(hx_engine_t *engine)
 {
     pthread_mutex_lock(&engine->control.fork_mu);
+    hx_providers_fork(engine, HX_FORK_BEFORE);
 }
 
 void hx_engine_after_fork(hx_engine_t *engine)
 {
+    hx_providers_fork(engine, HX_FORK_PARENT);
     pthread_mutex_unlock(&engine->control.fork_mu);
 }
 

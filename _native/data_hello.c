@@ -119,6 +119,10 @@ static void on_data(hx_link_t *link, uint64_t session, const uint8_t *body, size
         return;
     }
     memcpy(&hello, body, sizeof hello);
+    if (hello.zero || hello.stream >= HX_STREAMS_MAX) {
+        hx_link_fail(link, HX_ERR_MISMATCH, 0, "malformed greeting of a data connection");
+        return;
+    }
     hx_endpoint_ref(ep);
     link->data_ep = ep;
     link->session = session;
@@ -139,6 +143,10 @@ static void on_proof(hx_link_t *link, const uint8_t *body, size_t n)
 {
     if (n != HX_SHA256_NBYTES || !check(link, "i", body)) {
         hx_link_fail(link, HX_ERR_AUTH, 0, "a data connection without the secret");
+        return;
+    }
+    if (!hx_providers_make_room(link->data_ep, link->stream)) {
+        hx_link_fail(link, HX_ERR_MISMATCH, 0, "a data connection for which there is no room");
         return;
     }
     hx_link_send(link, HX_F_DATA_READY, 0, NULL, 0, -1);

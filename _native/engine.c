@@ -171,7 +171,7 @@ static bool take_record(hx_op_t *op, hx_completion_t *out)
         .elapsed_ns = (first ? hx_now_ns() : op->done_ns) - op->posted_ns,
         .index = first ? UINT64_MAX : op->bad_index,
         .quiesced = !first,
-        .code = first ? 0 : atomic_load(&op->code),
+        .code = atomic_load(&op->code),
         .detail = first ? NULL : op->detail,
     };
     if (!first)
@@ -389,6 +389,7 @@ void hx_engine_forked(hx_engine_t *engine)
     hx_close_fd(&c->unix_fd);
     hx_close_fd(&c->tcp_fd);
     hx_links_forked(engine);
+    hx_providers_fork(engine, HX_FORK_CHILD);
     hx_regions_forked(engine);
 }
 

@@ -60,6 +60,8 @@ struct hx_hpeer {
     unsigned users; /* endpoints */
     uint8_t incarnation[HX_INCARNATION_LEN];
     hx_opq_t runq;    /* operations with rows that were not posted yet, in turn */
+    hx_op_t *noting;  /* whose note the library is sending */
+    bool hold;        /* nothing more is posted: a registration waits for the call that it is in to return */
     hx_opq_t notes;   /* operations to a raw endpoint whose bytes have landed */
     hx_op_t *current; /* of runq or notes, looked at by the poster without the lock */
     hx_hreqq_t with_library, again;
@@ -80,7 +82,7 @@ struct hx_hpeer {
     hx_endpoint_t *answers; /* raw endpoints to be told of the outcome of Connect; referenced */
     unsigned refs;          /* endpoints that point here, forgotten ones included */
     bool hungry;            /* waits for its place among those that have requests with the library */
-    uint64_t polled_ns, full_ns,
+    uint64_t polled_ns, done_ns, full_ns,
         entered_ns; /* its pause while there is no room; when the poster went into the library */
 };
 
@@ -143,7 +145,7 @@ struct hx_hixl {
     size_t nintervals, cap;
     hx_owned_t *owned;
     hx_hjob_t *leaving; /* regions that the library could not be made to forget so far */
-    uint64_t leave_due_ns, quiesce_ns;
+    uint64_t leave_due_ns;
     bool unused;     /* there are intervals without a region */
     bool more_alike; /* the next job does the same as this one */
     bool finalized;  /* set by the main thread before it is gone */
@@ -204,6 +206,7 @@ void hx_hixl_post(hx_hpeer_t *p, hx_hreq_t *r, hx_hdescs_t *descs);
 /* The poller cannot ask about a peer whose poster is inside the library, so the poster asks as well: after each post (some
  * posts are complete when they return); with nothing more to post for busy_poll_ns. Then it is the poller's to ask. */
 void hx_hixl_poll_after_post(hx_hpeer_t *p, bool more);
+void hx_hixl_has_room(hx_hpeer_t *p); /* it does not wait for its place any more */
 void hx_hixl_send_note(hx_hpeer_t *p);
 
 /* hixl_link.c; under mu, dropped meanwhile */

@@ -10,6 +10,7 @@
 
 #define SWEEP_NS 50000000ull      /* between looks at what has been told to end, without a kick */
 #define JOIN_NS (10 * HX_NS)      /* a close waits no longer than this for a call of the library */
+#define MAIN_NS (60 * HX_NS)      /* nor, with all else at rest, than this for a copy, a registration, or Finalize */
 #define DISCONNECT_NS (5 * HX_NS) /* how long a Disconnect may take: part of what we promise to peers */
 #define PEERS_MAX 4096
 
@@ -152,9 +153,9 @@ static void *run_main(void *arg)
         pthread_mutex_unlock(&h->mu);
         if (job)
             job->run(h, job);
-        else if (!over && h->unused && hx_now_ns() >= h->leave_due_ns)
+        else if (!over && (h->unused || h->leaving) && hx_now_ns() >= h->leave_due_ns)
             hx_hixl_settle_leaving(h);
-        else if (!over && h->unused)
+        else if (!over && (h->unused || h->leaving))
             hx_bell_wait_ns(&h->main_bell, seen, h->leave_due_ns - hx_now_ns() + 1000);
         else if (!over)
             hx_bell_wait(&h->main_bell, seen);
@@ -266,9 +267,11 @@ static void stop(hx_engine_t *engine, void *state)
     h->main_stop = true;
     pthread_mutex_unlock(&h->mu);
     hx_bell_ring(&h->main_bell, 1);
-    if (h->main_started && !join_until(h, h->main, &h->main_left, hx_now_ns() + JOIN_NS) && joined) {
+    if (h->main_started && !join_until(h, h->main, &h->main_left, hx_now_ns() + MAIN_NS) && joined) {
+        pthread_mutex_lock(&h->mu);
         engine->abandoned = true;
         engine->stuck_peers++;
+        pthread_mutex_unlock(&h->mu);
     }
 }
 
@@ -367,7 +370,7 @@ static uint64_t tick(hx_engine_t *engine, void *state, uint64_t now)
     pthread_mutex_lock(&h->mu);
     bool live = false;
     for (hx_hpeer_t *p = h->peers; p; p = p->next)
-        live |= p->outstanding || p->runq.head || p->again.head || p->notes.head;
+        live |= p->outstanding || p->runq.head || p->again.head || p->notes.head || p->noting;
     if (atomic_exchange(&h->kicked, false) || now >= h->sweep_ns) {
         h->sweep_ns = now + SWEEP_NS;
         for (hx_hpeer_t *p = h->peers; p && live; p = p->next)
@@ -473,8 +476,9 @@ static bool meet(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n)
     if (ep->hixl || n <= sizeof ep->fence_ns || n - sizeof ep->fence_ns >= sizeof address)
         return false;
     memcpy(&ep->fence_ns, body, sizeof ep->fence_ns);
-    if (ep->fence_ns > 4 * h->fence_ns) /* its word, but not for ever */
-        ep->fence_ns = 4 * h->fence_ns;
+    if (ep->fence_ns >
+        3600 * HX_NS) /* its word: with a longer peer_timeout it takes longer to see that it has lost us */
+        ep->fence_ns = 3600 * HX_NS;
     n -= sizeof ep->fence_ns;
     memcpy(address, body + sizeof ep->fence_ns, n);
     address[n] = 0;

@@ -16,7 +16,11 @@
 
 #define ALIGN 4096ull
 #define DROP_TRIES 3
-#define QUIESCE_MIN_NS 100000000ull
+#define QUIESCE_NS 100000000ull /* a call of the library that has lasted so long may last longer */
+#define STILL_NS 300000000ull   /* how long a link may take to run empty, if nothing on it comes to an end */
+#define MOVING_NS 2000000000ull /* and if something does */
+#define GIVE_UP_NS 5000000000ull
+#define AGAIN_NS 200000000ull
 
 typedef struct {
     hx_hjob_t job;
@@ -145,43 +149,64 @@ static void uncount(hx_hixl_t *h, uint64_t start, uint64_t end)
             h->intervals[k].refs--;
 }
 
-/* Links run empty and are taken down; posters stand still until resume(), and so not for long: where one peer is stuck, the
- * others go on, and this is tried again with more patience. False: not all links are down. */
+/* A poster that has been inside the library for long is not waited for; when it comes out it posts nothing more, and this is
+ * tried again. Under mu. */
+static bool somebody_stuck(hx_hixl_t *h, uint64_t now)
+{
+    bool stuck = false;
+    for (hx_hpeer_t *p = h->peers; p; p = p->next)
+        if (p->busy && p->entered_ns && now > p->entered_ns + QUIESCE_NS)
+            stuck = p->hold = true;
+    return stuck;
+}
+
+/* Links that do not run empty in time are taken down as they are: what they carried goes again over the next ones. */
+static void hurry(hx_hixl_t *h, uint64_t since, uint64_t now)
+{
+    for (hx_hpeer_t *p = h->peers; p; p = p->next) {
+        bool moves = p->done_ns > since;
+        if (!p->connected || p->recall || now < since + (moves ? MOVING_NS : STILL_NS))
+            continue;
+        p->recall = true;
+        hx_hixl_wake_poster(p);
+    }
+}
+
+/* Links run empty and are taken down; posters stand still until resume(), and so not for long. False: not all are down. */
 static bool quiesce(hx_hixl_t *h)
 {
-    uint64_t now = hx_now_ns(), limit = h->engine->config.stall_timeout_ns;
-    uint64_t patience = h->quiesce_ns < QUIESCE_MIN_NS ? QUIESCE_MIN_NS : h->quiesce_ns;
-    h->quiesce_ns = patience * 2 < limit ? patience * 2 : limit;
+    uint64_t since = hx_now_ns(), now = since;
     pthread_mutex_lock(&h->mu);
-    for (hx_hpeer_t *p = h->peers; p; p = p->next)
-        if (p->busy && p->entered_ns && now > p->entered_ns + QUIESCE_MIN_NS) {
-            pthread_mutex_unlock(&h->mu);
-            return false; /* it would be waited for in vain */
-        }
+    if (somebody_stuck(h, now)) {
+        pthread_mutex_unlock(&h->mu);
+        return false;
+    }
     h->quiesce = true;
     for (hx_hpeer_t *p = h->peers; p; p = p->next)
         hx_hixl_wake_poster(p);
-    while ((h->connected || h->connecting) && !h->stopping && hx_now_ns() < now + patience) {
+    while ((h->connected || h->connecting) && !h->stopping && now < since + GIVE_UP_NS) {
         struct timespec at;
         clock_gettime(CLOCK_REALTIME, &at);
         at.tv_nsec += 20000000;
         at.tv_sec += at.tv_nsec / 1000000000;
         at.tv_nsec %= 1000000000;
         pthread_cond_timedwait(&h->gate, &h->mu, &at);
+        now = hx_now_ns();
+        hurry(h, since, now);
     }
     bool empty = !h->connected && !h->connecting;
     pthread_mutex_unlock(&h->mu);
-    if (empty)
-        h->quiesce_ns = 0;
     return empty;
 }
 
-static void resume(hx_hixl_t *h)
+static void resume(hx_hixl_t *h, bool all)
 {
     pthread_mutex_lock(&h->mu);
     h->quiesce = false;
-    for (hx_hpeer_t *p = h->peers; p; p = p->next)
+    for (hx_hpeer_t *p = h->peers; p; p = p->next) {
+        p->hold = p->hold && !all; /* until it has worked once */
         hx_hixl_wake_poster(p);
+    }
     pthread_mutex_unlock(&h->mu);
 }
 
@@ -212,7 +237,7 @@ bool hx_hixl_drop_unused(hx_hixl_t *h)
         h->nintervals--;
         k--;
     }
-    resume(h);
+    resume(h, all);
     h->unused = !all;
     return all;
 }
@@ -248,7 +273,7 @@ static void let_go(hx_hixl_t *h, hx_mjob_t *m)
 void hx_hixl_settle_leaving(hx_hixl_t *h)
 {
     bool gone = hx_hixl_drop_unused(h);
-    h->leave_due_ns = hx_now_ns() + 2 * (h->quiesce_ns ? h->quiesce_ns : QUIESCE_MIN_NS);
+    h->leave_due_ns = hx_now_ns() + AGAIN_NS;
     while (gone && h->leaving) {
         hx_mjob_t *m = (hx_mjob_t *)h->leaving;
         h->leaving = m->job.next;
@@ -300,7 +325,9 @@ static void run_adopt(hx_hixl_t *h, hx_hjob_t *job)
     char text[HX_TEXT_MAX] = "the engine is being closed";
     free(job);
     bool brought = region->kind == HX_KIND_DEVICE && !region->base;
-    bool ok = !h->main_stop && (!brought || bring_memory(h, region, text));
+    /* Dropped while it waited: its memory may be somebody else's already. */
+    bool wanted = !h->main_stop && atomic_load(&region->refs) > 1;
+    bool ok = wanted && (!brought || bring_memory(h, region, text));
     if (ok) {
         uint64_t start = (uintptr_t)region->base;
         ok = cover(h, start, start + extent(region), kind_of(region), text);

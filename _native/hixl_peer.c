@@ -25,19 +25,21 @@ void hx_hixl_wake_poster(hx_hpeer_t *p)
 void hx_hixl_submit(hx_op_t *op)
 {
     hx_hpeer_t *p = op->ep->hixl;
-    pthread_mutex_lock(&p->h->mu);
+    hx_hixl_t *h = p->h;
+    pthread_mutex_lock(&h->mu);
     hx_hixl_queue_op(p, op);
-    pthread_mutex_unlock(&p->h->mu);
-    hx_hixl_wake_poster(p);
+    hx_hixl_wake_poster(p); /* under the lock: then the peer is there still */
+    pthread_mutex_unlock(&h->mu);
 }
 
 void hx_hixl_send_raw(hx_op_t *op)
 {
     hx_hpeer_t *p = op->ep->hixl;
-    pthread_mutex_lock(&p->h->mu);
+    hx_hixl_t *h = p->h;
+    pthread_mutex_lock(&h->mu);
     hx_opq_push(&p->notes, op);
-    pthread_mutex_unlock(&p->h->mu);
     hx_hixl_wake_poster(p);
+    pthread_mutex_unlock(&h->mu);
 }
 
 /* ---- what to do next; under mu ---- */
@@ -131,8 +133,10 @@ static hx_hstep_t next_request(hx_hpeer_t *p, hx_hreq_t **r_p, uint64_t *wait_p)
     hx_hreq_t *r = first_again(p, &fit);
     if (!r)
         op = first_op(p, &fit);
-    if (!r && !op)
+    if (!r && !op) {
+        hx_hixl_has_room(p); /* whoever waited for it is gone */
         return DO_SLEEP;
+    }
     switch (fit) {
     case DEAD:
         return DO_LOOK;
@@ -181,6 +185,8 @@ static hx_hstep_t decide(hx_hpeer_t *p, uint64_t now, hx_hreq_t **r_p, uint64_t 
             return DO_SLEEP;
         return p->connected ? DO_DISCONNECT : DO_END;
     }
+    if (p->hold)
+        return DO_SLEEP;
     if (h->quiesce) {
         p->eager |= p->connected;
         return p->connected && !p->outstanding ? DO_DISCONNECT : DO_SLEEP;
@@ -255,7 +261,8 @@ static void look(hx_hpeer_t *p, uint64_t *wait_p)
         p->current = NULL;
         if (waits) {
             hx_hixl_queue_op(p, hx_hixl_unqueue_op(p)); /* the others' data may be there */
-            *wait_p = p->runq.head == op ? EVENT_NS : EVENT_NS / 8;
+            bool alone = p->runq.head == op || (p->runq.head->after && !p->runq.head->prepared);
+            *wait_p = alone ? EVENT_NS : 0;
         } else if (exhausted(op) && op->prepared) { /* it had no bytes */
             hx_hixl_maybe_done(hx_hixl_unqueue_op(p), &done);
         }
@@ -273,6 +280,8 @@ static void rest(hx_hpeer_t *p, uint32_t seen, uint64_t wait)
     hx_hixl_t *h = p->h;
     bool spin = h->busy_poll_ns && hx_now_ns() - h->last_post_ns < h->busy_poll_ns;
     uint64_t until = h->last_post_ns + h->busy_poll_ns;
+    if (p->outstanding) /* from here it is the poller's to ask */
+        hx_bell_ring(&h->poll_bell, 1);
     pthread_mutex_unlock(&h->mu);
     while (spin && hx_bell_read(&p->bell) == seen) {
         sched_yield(); /* whoever is to ring may be on this core */
@@ -323,6 +332,7 @@ static void *run(void *arg)
             rest(p, seen, wait);
         }
     }
+    hx_hixl_has_room(p);
     p->ended = true;
     pthread_mutex_unlock(&h->mu);
     free(descs.list);

@@ -9,6 +9,7 @@
 
 #define FULL_MIN_NS 100000ull  /* until a post that found the library's queues full is tried again */
 #define FULL_MAX_NS 5000000ull /* the library logs each refusal */
+#define CHUNK_ROWS 128         /* the library starts as many at a time, the other engine flavour twice as many */
 #define POLL_NS 50000ull       /* a poster that has more to post looks so often whether something has ended */
 #define HX_POST_AGAIN HX_AGAIN /* of permit(): a revocation is on its way, what it says is not known yet */
 
@@ -156,7 +157,7 @@ static void no_room(hx_hpeer_t *p, hx_op_t *op, uint64_t since)
     atomic_store(&op->progress_ns, since > h->last_done_ns ? since : h->last_done_ns);
 }
 
-static void has_room(hx_hpeer_t *p)
+void hx_hixl_has_room(hx_hpeer_t *p)
 {
     if (p->hungry)
         p->h->hungry--;
@@ -171,7 +172,9 @@ static void refused(hx_hpeer_t *p, hx_hreq_t *r, uint32_t code, const char *deta
     hx_op_t *op = r->op;
     uint64_t since = atomic_load(&op->progress_ns);
     bool full = code == HX_HIXL_RESOURCE_EXHAUSTED, unlinked = code == HX_HIXL_NOT_CONNECTED;
-    bool unknown = code == HX_HIXL_PARAM_INVALID; /* of a raw peer: memory that it registered after we connected */
+    /* Rows are checked before the first of them is started; but a lower layer answers the same number, for a later chunk. Of
+     * a raw peer, it can be memory that it registered after we connected. */
+    bool unknown = code == HX_HIXL_PARAM_INVALID && r->batch.last - r->batch.first <= CHUNK_ROWS;
     if (!full && !unlinked && !unknown) {
         if (code == HX_HIXL_FAILED)
             hear_of_earlier(p, done);
@@ -228,7 +231,11 @@ void hx_hixl_post(hx_hpeer_t *p, hx_hreq_t *r, hx_hdescs_t *descs)
         r->handle = handle;
         r->posted = true;
         h->last_post_ns = hx_now_ns();
-        has_room(p);
+        hx_hixl_has_room(p);
+        if (p->with_library.head == r) /* however long it waited for room, its time begins now */
+            atomic_store(&op->progress_ns, hx_now_ns());
+        else if (p->with_library.head->op != op)
+            atomic_store(&op->progress_ns, 0);
     } else {
         refused(p, r, code, detail, &done);
     }
@@ -275,39 +282,45 @@ void hx_hixl_send_note(hx_hpeer_t *p)
     hx_op_t *op = hx_opq_pop(&p->notes);
     hx_note_t *note = op->note;
     hx_status_t status = hx_op_verdict(op);
+    op->note = NULL;
     if (status == HX_OK) {
         char detail[HX_TEXT_MAX] = "";
-        p->current = op;
+        p->noting = op;
         hx_hixl_enter(p);
         uint32_t code = h->lib->notify(h->object, p->name, note->data, note->topic_len, note->data + note->topic_len,
                                        note->len, h->timeout_ms);
         if (code != HX_HIXL_SUCCESS)
             hx_hixl_recent_error(h, detail);
         hx_hixl_leave(p);
-        p->current = NULL;
+        bool gone = p->noting != op; /* it was told to end, and has */
         uint64_t now = hx_now_ns();
         bool full = code == HX_HIXL_RESOURCE_EXHAUSTED;
+        p->noting = NULL;
         p->notes_full_ns = !full ? 0 : p->notes_full_ns ? p->notes_full_ns : now;
-        if (full && now < p->notes_full_ns + h->engine->config.stall_timeout_ns && hx_op_verdict(op) == HX_OK) {
+        /* A dead link says so for ever; and a late acknowledgement would be taken for the next note's. */
+        p->recall |= !full && code != HX_HIXL_SUCCESS && code != HX_HIXL_PARAM_INVALID;
+        if (!gone && full && now < p->notes_full_ns + h->engine->config.stall_timeout_ns &&
+            hx_op_verdict(op) == HX_OK) {
+            op->note = note;
             op->next = p->notes.head; /* the receiver's queue is full: back-pressure, to its notes only */
             p->notes.head = op;
             p->notes.tail = p->notes.tail ? p->notes.tail : op;
             p->note_due_ns = now + NOTE_NS;
             return;
         }
-        if (full) {
+        if (gone) {
+            op = NULL;
+        } else if (full) {
             p->notes_full_ns = 0;
             hx_op_fail(op, HX_ERR_TIMEOUT, 0, 0, NULL);
         } else if (code != HX_HIXL_SUCCESS) {
             hx_hixl_blame(op, code, detail);
         }
         status = full ? HX_ERR_TIMEOUT : code == HX_HIXL_SUCCESS ? HX_OK : HX_ERR_PROVIDER;
-        /* A dead link says so for ever; and a late acknowledgement would be taken for the next note's. */
-        p->recall |= !full && code != HX_HIXL_SUCCESS && code != HX_HIXL_PARAM_INVALID;
     }
-    op->note = NULL;
     pthread_mutex_unlock(&h->mu);
     free(note);
-    hx_op_complete(op, status);
+    if (op)
+        hx_op_complete(op, status);
     pthread_mutex_lock(&h->mu);
 }

@@ -151,8 +151,10 @@ void hx_hixl_request_failed(hx_hpeer_t *p, hx_hreq_t *r, uint32_t code, const ch
     snprintf(r->detail, sizeof r->detail, "%s", detail ? detail : "");
     r->blamed = !p->latched; /* those that fail after it fail because of it */
     p->latched = p->recall = true;
-    if (r->blamed) /* the caller is not to wait for ever, should the link not come down */
+    if (r->blamed) { /* the caller is not to wait for ever, should the link not come down */
+        hx_hixl_blame(r->op, code, detail);
         hx_op_cancel_as(r->op, atomic_load(&r->op->gen), HX_ERR_PROVIDER);
+    }
     hx_hixl_wake_poster(p);
 }
 
@@ -164,7 +166,7 @@ void hx_hixl_request_over(hx_hpeer_t *p, hx_hreq_t *r, uint32_t code, const char
         return;
     }
     atomic_fetch_add_explicit(&op->moved, r->nbytes, memory_order_relaxed);
-    p->h->last_done_ns = hx_now_ns();
+    p->done_ns = p->h->last_done_ns = hx_now_ns();
     hx_hixl_out_of_library(p, r);
     hx_hixl_free_request(p->h, r);
     hx_hixl_maybe_done(op, done);
@@ -257,13 +259,35 @@ static bool may_drain(const hx_op_t *op, hx_status_t verdict)
     return verdict != HX_ERR_TIMEOUT && verdict != HX_ERR_PROVIDER && !lost;
 }
 
+void hx_hixl_drop_dead(hx_hpeer_t *p, hx_hdone_t *done)
+{
+    drop_dead_again(p, done);
+    drop_dead_ops(p, done);
+    if (p->hungry)
+        hx_hixl_wake_poster(p); /* does it still wait for room? */
+}
+
+/* A note that the library is sending: what becomes of it does not interest anybody any more. */
+static void let_note_go(hx_hpeer_t *p, uint64_t now, hx_hdone_t *done)
+{
+    hx_op_t *op = p->noting;
+    if (!op || hx_op_verdict(op) == HX_OK)
+        return;
+    hx_op_cancel_as(op, atomic_load(&op->gen), hx_op_verdict(op));
+    if (now <= atomic_load(&op->cancel_ns) + p->h->engine->config.cancel_grace_ns && !p->h->stopping)
+        return;
+    p->noting = NULL; /* its poster finds it gone */
+    op->next = done->notes;
+    done->notes = op;
+}
+
 /* Ends what can be ended although the poster may be stuck in the library, and asks for the link to be taken down where it
  * holds what must come back. */
 void hx_hixl_sweep(hx_hixl_t *h, hx_hpeer_t *p, uint64_t now, hx_hdone_t *done)
 {
     uint64_t grace = h->engine->config.cancel_grace_ns;
-    drop_dead_again(p, done);
-    drop_dead_ops(p, done);
+    hx_hixl_drop_dead(p, done);
+    let_note_go(p, now, done);
     for (hx_hreq_t *r = p->with_library.head; r; r = r->next) {
         hx_op_t *op = r->op;
         uint32_t gen = atomic_load(&op->gen);
@@ -280,12 +304,6 @@ void hx_hixl_sweep(hx_hixl_t *h, hx_hpeer_t *p, uint64_t now, hx_hdone_t *done)
         if (atomic_load(&op->ep->state) == HX_EP_LOST && (now > since + LOST_NS || h->stopping))
             hx_op_report_early(h->engine, op, gen);
     }
-}
-
-void hx_hixl_drop_dead(hx_hpeer_t *p, hx_hdone_t *done)
-{
-    drop_dead_again(p, done);
-    drop_dead_ops(p, done);
 }
 
 /* ---- what touches which bytes (not under mu) ---- */

@@ -20,6 +20,7 @@
 #define HX_PEER_REGIONS_MAX 65536        /* regions one peer may announce */
 #define HX_EVENT_BYTES_MAX (64ull << 20) /* of one peer, that our consumer has not taken */
 #define HX_SPANS_PER_FRAME 32768
+#define HX_STREAMS_MAX 16 /* data connections to a peer */
 
 typedef enum {
     HX_F_HELLO = 1,

@@ -86,11 +86,13 @@ void hx_live_check_peer(hx_endpoint_t *ep, uint64_t now)
 }
 
 /* Lost endpoints stay until nothing that their process had started can still touch our memory. */
-static bool can_forget(const hx_endpoint_t *ep)
+static bool can_forget(hx_endpoint_t *ep)
 {
     if (atomic_load(&ep->state) != HX_EP_LOST || atomic_load(&ep->inflight) || atomic_load(&ep->posters))
         return false;
     if (!atomic_load(&ep->engine->stopping) && hx_acks_haunting(ep, hx_now_ns()))
+        return false;
+    if (!hx_providers_settled(ep))
         return false;
     return !ep->theirs || !hx_page_busy(ep->theirs) || hx_endpoint_process_gone(ep);
 }

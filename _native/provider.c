@@ -217,6 +217,31 @@ void hx_providers_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const 
     close(fd);
 }
 
+bool hx_providers_settled(hx_endpoint_t *ep)
+{
+    bool settled = true;
+    FOR_EACH_WITH(settled, ep->engine, settled &= p->settled(ep))
+    return settled;
+}
+
+bool hx_providers_make_room(hx_endpoint_t *ep, unsigned stream)
+{
+    FOR_EACH_WITH(make_room, ep->engine, return p->make_room(ep, stream))
+    return false;
+}
+
+void hx_providers_fork(hx_engine_t *engine, hx_fork_t where)
+{
+    FOR_EACH_WITH(forked, engine, {
+        if (where == HX_FORK_BEFORE)
+            p->before_fork(state);
+        else if (where == HX_FORK_PARENT)
+            p->after_fork(state);
+        else
+            p->forked(state);
+    })
+}
+
 void hx_providers_dial_failed(hx_endpoint_t *ep)
 {
     FOR_EACH_WITH(dial_failed, ep->engine, p->dial_failed(ep))

@@ -59,7 +59,12 @@ struct hx_provider {
     void (*proven)(hx_endpoint_t *ep, uint64_t arg); /* the peer answered a ping that carried `arg` */
     void (*release)(hx_endpoint_t *ep);              /* nothing will be posted to it any more */
     void (*forget)(hx_endpoint_t *ep);               /* nobody has a handle to it any more */
-    void (*send_raw)(hx_op_t *op); /* the note of an operation whose bytes have landed, to a raw endpoint */
+    void (*send_raw)(hx_op_t *op);      /* the note of an operation whose bytes have landed, to a raw endpoint */
+    bool (*settled)(hx_endpoint_t *ep); /* nothing of a lost peer's is arriving any more */
+    bool (*make_room)(hx_endpoint_t *ep, unsigned stream);
+    void (*before_fork)(void *state);
+    void (*after_fork)(void *state);
+    void (*forked)(void *state);
     uint64_t (*landing)(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end);
     void (*evict)(hx_endpoint_t *ep);
     void (*take_socket)(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n);
@@ -102,6 +107,10 @@ uint64_t hx_providers_landing(hx_endpoint_t *ep, uint64_t region, uint64_t off, 
 void hx_providers_evict(hx_endpoint_t *ep); /* ends that, whatever it costs the peer */
 /* Data connections, for the control thread. */
 void hx_providers_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n);
+bool hx_providers_settled(hx_endpoint_t *ep);
+bool hx_providers_make_room(hx_endpoint_t *ep, unsigned stream);
+typedef enum { HX_FORK_BEFORE, HX_FORK_PARENT, HX_FORK_CHILD } hx_fork_t;
+void hx_providers_fork(hx_engine_t *engine, hx_fork_t where);
 void hx_providers_dial_failed(hx_endpoint_t *ep);
 bool hx_providers_data_address(hx_endpoint_t *ep, struct sockaddr_storage *ss, socklen_t *len_p, uint64_t *session_p);
 /* False: malformed. A provider that this engine has not opened is not interested. */

@@ -44,8 +44,7 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
     if (remote->kind == HX_KIND_DEVICE || (local && local->kind == HX_KIND_DEVICE))
         why = "NPU memory cannot be reached by the CPU";
     else if (!ep->local || !ep->mine || !ep->theirs)
-        why = "the control link is TCP: the peer may be on another host, and this build carries bulk data on "
-              "one host only";
+        why = "the control link is TCP: the peer may be on another host";
     else if (remote->kind == HX_KIND_LAYOUT)
         why = "a layout is a description, not memory";
     else if (remote->kind == HX_KIND_FOREIGN && !ep->vm_ok) {

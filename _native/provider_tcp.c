@@ -28,9 +28,12 @@
 void hx_tcp_wake(hx_tcp_t *t)
 {
     uint64_t one = 1;
-    if (!atomic_exchange(&t->awake, true))
-        while (write(t->wake_fd, &one, sizeof one) < 0 && errno == EINTR)
-            ;
+    if (atomic_exchange(&t->awake, true))
+        return;
+    pthread_mutex_lock(&t->wake_mu); /* the descriptor goes with the thread, and whoever wakes it may come later */
+    while (t->wake_fd >= 0 && write(t->wake_fd, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+    pthread_mutex_unlock(&t->wake_mu);
 }
 
 /* ---- connections; under mu ---- */
@@ -62,6 +65,7 @@ static void close_conn(hx_tconn_t *c, hx_tdone_t *done)
     if (c->fd < 0)
         return;
     epoll_ctl(p->t->epoll_fd, EPOLL_CTL_DEL, c->fd, NULL);
+    shutdown(c->fd, SHUT_RDWR); /* also where a process that is being started holds it for a moment longer */
     close(c->fd);
     c->fd = -1;
     c->broken = true;
@@ -69,6 +73,9 @@ static void close_conn(hx_tconn_t *c, hx_tdone_t *done)
         snprintf(c->why, sizeof c->why, "the data connection was closed");
     p->conns[c->stream] = NULL;
     p->open--;
+    for (const hx_treq_t *r = c->reqs_head; r; r = r->next)
+        if (r->op->kind == HX_WRITE)
+            p->dirty |= 1u << c->stream;
     p->idle_ns = hx_now_ns();
     c->limbo_ns = p->idle_ns + LIMBO_NS;
     for (hx_tout_t *out; (out = c->out_head);) {
@@ -119,6 +126,7 @@ static void take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_
         return;
     }
     p->conns[stream] = c;
+    p->dirty &= ~(1u << stream);
     p->open++;
     p->failures = 0;
     c->next = t->conns;
@@ -355,6 +363,7 @@ static hx_status_t open_tcp(hx_engine_t *engine, void **state_p, char text[HX_TE
     t->checksum = engine->config.checksum;
     t->streams = engine->config.streams ? engine->config.streams : DEFAULT_STREAMS;
     pthread_mutex_init(&t->mu, NULL);
+    pthread_mutex_init(&t->wake_mu, NULL);
     t->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     t->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     t->reqs = calloc(HX_TCP_REQUESTS, sizeof *t->reqs);
@@ -389,6 +398,10 @@ static void stop(hx_engine_t *engine, void *state)
     if (t->started)
         pthread_join(t->thread, NULL);
     forget_released(t, true);
+    pthread_mutex_lock(&t->wake_mu);
+    hx_close_fd(&t->epoll_fd);
+    hx_close_fd(&t->wake_fd);
+    pthread_mutex_unlock(&t->wake_mu);
 }
 
 static void close_tcp(hx_engine_t *engine, void *state)
@@ -399,8 +412,6 @@ static void close_tcp(hx_engine_t *engine, void *state)
         t->peers = p->next;
         free(p);
     }
-    hx_close_fd(&t->epoll_fd);
-    hx_close_fd(&t->wake_fd);
     free(t->reqs);
     pthread_mutex_destroy(&t->mu);
     free(t);
@@ -428,8 +439,10 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
         why = "a layout is a description, not memory";
     else if (remote->kind == HX_KIND_DEVICE || (local && local->kind == HX_KIND_DEVICE))
         why = "NPU memory cannot be reached by the CPU";
+    else if (!(ep->features & HX_FEATURE_TCP))
+        why = "the peer's engine has no tcp transport";
     else if (!ep->tcp)
-        why = "neither side has a TCP address to listen on: give one of them Engine(address='host:port')";
+        why = "the side that was connected to has no TCP address to listen on: give it Engine(address='host:port')";
     if (text)
         snprintf(text, HX_TEXT_MAX, "%s", why ? why : "by TCP, straight into the peer's memory");
     return why ? HX_ERR_NO_PATH : HX_OK;
@@ -485,10 +498,9 @@ static bool address_of(hx_endpoint_t *ep, uint16_t port, const char *host, hx_tp
     struct sockaddr_in *v4 = (struct sockaddr_in *)&p->address;
     struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)&p->address;
     p->address_len = sizeof p->address;
-    if (ep->link->tcp) {
-        if (getpeername(ep->link->fd, (struct sockaddr *)&p->address, &p->address_len) < 0)
-            return false;
-    } else if (inet_pton(AF_INET6, host, &v6->sin6_addr) == 1) {
+    if (ep->link->tcp) /* as it was reached: its own number of the port may be another, behind a forwarding one */
+        return getpeername(ep->link->fd, (struct sockaddr *)&p->address, &p->address_len) == 0;
+    if (inet_pton(AF_INET6, host, &v6->sin6_addr) == 1) {
         v6->sin6_family = AF_INET6;
         p->address_len = sizeof *v6;
         if (IN6_IS_ADDR_UNSPECIFIED(&v6->sin6_addr))
@@ -568,6 +580,63 @@ static void forget(hx_endpoint_t *ep)
         }
     pthread_mutex_unlock(&t->mu);
     free(p);
+}
+
+/* Its connections are closed: nothing of it is arriving any more. */
+static bool settled(hx_endpoint_t *ep)
+{
+    hx_tpeer_t *p = ep->tcp;
+    if (!p)
+        return true;
+    pthread_mutex_lock(&p->t->mu);
+    bool settled = !p->open;
+    pthread_mutex_unlock(&p->t->mu);
+    return settled;
+}
+
+/* Control thread: the connection that a newcomer replaces has been ended, so that what it still held can come no more. */
+static bool make_room(hx_endpoint_t *ep, unsigned stream)
+{
+    hx_tpeer_t *p = ep->tcp;
+    if (!p || stream >= p->streams)
+        return false;
+    for (int i = 0; i < 1000; i++) {
+        pthread_mutex_lock(&p->t->mu);
+        hx_tconn_t *old = p->conns[stream];
+        if (old && !old->broken) {
+            snprintf(old->why, sizeof old->why, "the peer has opened the data connection anew");
+            old->broken = true;
+            shutdown(old->fd, SHUT_RDWR);
+        }
+        pthread_mutex_unlock(&p->t->mu);
+        if (!old)
+            return true;
+        hx_tcp_wake(p->t);
+        poll(NULL, 0, 1);
+    }
+    return false; /* it tries again */
+}
+
+static void before_fork(void *state)
+{
+    hx_tcp_t *t = state;
+    pthread_mutex_lock(&t->mu);
+}
+
+static void after_fork(void *state)
+{
+    hx_tcp_t *t = state;
+    pthread_mutex_unlock(&t->mu);
+}
+
+/* In the child: a descriptor that it holds would hide its parent's end from the peers. */
+static void forked(void *state)
+{
+    hx_tcp_t *t = state;
+    for (hx_tconn_t *c = t->conns; c; c = c->next)
+        hx_close_fd(&c->fd);
+    hx_close_fd(&t->epoll_fd);
+    hx_close_fd(&t->wake_fd);
 }
 
 static bool data_address(hx_endpoint_t *ep, struct sockaddr_storage *ss, socklen_t *len_p, uint64_t *session_p)
@@ -652,6 +721,11 @@ const hx_provider_t hx_provider_tcp = {
     .take_socket = take_socket,
     .dial_failed = dial_failed,
     .data_address = data_address,
+    .settled = settled,
+    .make_room = make_room,
+    .before_fork = before_fork,
+    .after_fork = after_fork,
+    .forked = forked,
     .landing = landing,
     .evict = evict,
 };

@@ -88,7 +88,7 @@ void hx_revoke_start(hx_engine_t *engine, hx_command_t *cmd)
     for (hx_endpoint_t *ep = engine->control.endpoints; ep && rv->region->announced; ep = ep->next)
         if (!ep->fenced && concerns(ep, rv->one_peer, rv->incarnation))
             send_spans(ep, HX_F_REVOKE, rv->region->id, rv->spans, rv->n);
-    rv->told = rv->region->announced;
+    rv->told = rv->region->was_announced;
     if (rv->deregister)
         withdraw(engine, rv->region);
     rv->next = engine->control.revokes;

@@ -8,10 +8,11 @@
 #ifndef HX_TCP_H
 #define HX_TCP_H
 
+#include "link.h"
 #include "provider.h"
 #include "tcp_wire.h"
 
-#define HX_TCP_STREAMS_MAX 16
+#define HX_TCP_STREAMS_MAX HX_STREAMS_MAX
 #define HX_TCP_INLINE (32u << 10)
 #define HX_TCP_WINDOW (8ull << 20) /* bytes of one connection that are not answered */
 #define HX_TCP_QUEUE (2ull << 20)  /* and of those that are not sent: what a small transfer waits for */
@@ -75,6 +76,7 @@ struct hx_tconn {
     uint64_t unanswered, unsent; /* bytes: of requests; of what is queued */
     uint64_t limbo_ns;           /* closed, with requests: until then the peer's loss may still be the reason */
     hx_trx_t rx;
+    uint32_t owed; /* answers that the peer has not taken */
     char why[128];
 };
 
@@ -88,6 +90,9 @@ struct hx_tpeer {
     struct sockaddr_storage address;
     socklen_t address_len;
     unsigned streams, open, dialing, failures;
+    /* Bit set: that stream's last connection went with messages that were not answered, and may be received still. Nothing is
+     * sent to the peer before the stream is open again: the peer ends the old one before it takes the new one. */
+    uint32_t dirty;
     uint64_t not_before_ns, idle_ns; /* idle: since when there is no connection */
     hx_tconn_t *conns[HX_TCP_STREAMS_MAX];
     unsigned turn;
@@ -104,6 +109,7 @@ struct hx_tcp {
     pthread_t thread;
     bool started, stopping, stopped;
     int epoll_fd, wake_fd;
+    pthread_mutex_t wake_mu;
     _Atomic bool awake; /* the thread will look at the queues before it sleeps */
     _Atomic bool kicked;
     hx_tpeer_t *peers;
@@ -122,8 +128,11 @@ void hx_tcp_submit(hx_op_t *op);                    /* not under mu */
 void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done);  /* from operations to messages */
 bool hx_tcp_flush(hx_tconn_t *c, bool inline_only); /* false: the connection has failed; may drop mu */
 void hx_tcp_queue(hx_tconn_t *c, hx_tout_t *out);
-void hx_tcp_say_done(hx_tconn_t *c, uint64_t id, uint32_t status);
-void hx_tcp_say_data(hx_tconn_t *c, const hx_tcp_head_t *ask, hx_region_t *region, const hx_tcp_row_t *rows);
+void hx_tcp_say_done(hx_tconn_t *c, const hx_tcp_head_t *ask, uint32_t status);
+void hx_tcp_say_data(hx_tconn_t *c, const hx_tcp_head_t *ask, hx_region_t *region, const hx_tcp_row_t *rows,
+                     uint32_t crc);
+uint32_t hx_tcp_head_crc(const hx_tcp_head_t *head, const hx_tcp_row_t *rows);
+uint32_t hx_tcp_payload_crc(const struct iovec *iov, size_t n);
 void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_tdone_t *done);
 void hx_tcp_free_out(hx_tout_t *out);
 void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done);

@@ -15,7 +15,9 @@
 
 #define STAGE (64u << 10)
 #define IOV 64
-#define TURN (4u << 20) /* of one connection, before the others have their turn */
+#define OWED_MAX 32768           /* answers, */
+#define UNSENT_MAX (32ull << 20) /* and bytes of them, that a peer has not taken: several times its window */
+#define TURN (4u << 20)          /* of one connection, before the others have their turn */
 
 bool hx_tcp_rx_init(hx_trx_t *rx, const uint8_t *early, size_t n)
 {
@@ -62,7 +64,7 @@ static hx_status_t admit(hx_tconn_t *c, const hx_tcp_head_t *h, const hx_tcp_row
     for (uint32_t i = 0; i < h->nrows && status == HX_OK; i++) {
         if (rows[i].off > region->nbytes || rows[i].nbytes > region->nbytes - rows[i].off)
             status = HX_ERR_BOUNDS;
-        else if (hx_revoked_hits(&ep->denied, region->id, rows[i].off, rows[i].off + rows[i].nbytes, UINT64_MAX))
+        else if (hx_revoked_hits(&ep->denied, region->id, rows[i].off, rows[i].off + rows[i].nbytes, h->epoch))
             status = HX_ERR_REMOTE_ACCESS;
     }
     if (atomic_load(&ep->state) != HX_EP_UP)
@@ -96,6 +98,24 @@ static const char *check_head(const hx_tcp_head_t *h)
     return NULL;
 }
 
+/* Under t->mu, which is dropped for the checksum; the span is listed as touched meanwhile. */
+static void answer_read(hx_tconn_t *c, hx_region_t *region)
+{
+    hx_trx_t *rx = &c->rx;
+    hx_tcp_t *t = c->peer->t;
+    uint32_t crc = 0;
+    if (rx->head.flags & HX_TCP_CHECKSUM) {
+        for (uint32_t i = 0; i < rx->head.nrows; i++)
+            rx->iov[i] = (struct iovec){region->base + rx->rows[i].off, rx->rows[i].nbytes};
+        rx->active = true;
+        pthread_mutex_unlock(&t->mu);
+        crc = hx_tcp_payload_crc(rx->iov, rx->head.nrows);
+        pthread_mutex_lock(&t->mu);
+        rx->active = false;
+    }
+    hx_tcp_say_data(c, &rx->head, region, rx->rows, crc);
+}
+
 /* All of the head and the rows is here: where does the payload go, or what is the answer? */
 static bool begin(hx_tconn_t *c, hx_tdone_t *done)
 {
@@ -110,6 +130,13 @@ static bool begin(hx_tconn_t *c, hx_tdone_t *done)
     }
     if ((h->type == HX_TCP_WRITE || h->type == HX_TCP_READ) && sum != h->nbytes)
         return broken(c, "rows of fewer bytes than it says");
+    if (h->flags & HX_TCP_CHECKSUM && h->head_crc != hx_tcp_head_crc(h, rx->rows))
+        return broken(c, "a head that is not what was sent");
+    /* It may know of no revocation that we have not made; one from the future would pass them all. */
+    if (h->epoch > atomic_load(&c->peer->ep->denied.newest))
+        return broken(c, "a permission from the future");
+    if (c->owed > OWED_MAX || c->unsent > UNSENT_MAX)
+        return broken(c, "it asks for more than it reads");
     rx->niov = rx->at = 0;
     rx->left = h->type == HX_TCP_READ ? 0 : h->nbytes;
     rx->crc = 0;
@@ -125,13 +152,14 @@ static bool begin(hx_tconn_t *c, hx_tdone_t *done)
         hx_region_t *region;
         hx_status_t status = admit(c, h, rx->rows, HX_ACCESS_READ, &region);
         if (status == HX_OK)
-            hx_tcp_say_data(c, h, region, rx->rows);
+            answer_read(c, region);
         else
-            hx_tcp_say_done(c, h->id, status);
+            hx_tcp_say_done(c, h, status);
     } else {
         hx_treq_t *r = find_req(c, h->id);
         if (!r || (h->type == HX_TCP_DATA && (r->op->kind != HX_READ || r->nbytes != h->nbytes)) ||
-            (h->type == HX_TCP_DONE && r->op->kind == HX_READ && h->status == HX_OK)) {
+            (h->type == HX_TCP_DONE && r->op->kind == HX_READ && h->status == HX_OK) ||
+            (t->checksum && !(h->flags & HX_TCP_CHECKSUM))) {
             ok = broken(c, "an answer to what was not asked");
         } else if (h->type == HX_TCP_DONE) {
             bool sane = h->status == HX_OK || h->status == HX_ERR_REMOTE_ACCESS || h->status == HX_ERR_BOUNDS ||
@@ -167,7 +195,7 @@ static void end(hx_tconn_t *c, hx_tdone_t *done)
     hx_region_t *region = rx->region;
     pthread_mutex_lock(&t->mu);
     if (h->type == HX_TCP_WRITE) {
-        hx_tcp_say_done(c, h->id, wrong ? HX_ERR_CHECKSUM : rx->status);
+        hx_tcp_say_done(c, h, wrong ? HX_ERR_CHECKSUM : rx->status);
     } else if (h->type == HX_TCP_DATA && rx->req) {
         hx_tcp_answered(rx->req, wrong ? HX_ERR_CHECKSUM : HX_OK, done);
     }

@@ -132,13 +132,15 @@ static hx_tout_t *new_out(const hx_tcp_head_t *head, const hx_tcp_row_t *rows, s
     return out;
 }
 
-void hx_tcp_say_done(hx_tconn_t *c, uint64_t id, uint32_t status)
+uint32_t hx_tcp_head_crc(const hx_tcp_head_t *head, const hx_tcp_row_t *rows)
 {
-    hx_tcp_head_t head = {.magic = HX_TCP_MAGIC, .type = HX_TCP_DONE, .status = status, .id = id};
-    hx_tcp_queue(c, new_out(&head, NULL, 0));
+    hx_tcp_head_t bare = *head;
+    bare.head_crc = 0;
+    uint32_t crc = hx_crc32c(0, &bare, sizeof bare);
+    return head->nrows ? hx_crc32c(crc, rows, head->nrows * sizeof *rows) : crc;
 }
 
-static uint32_t checksum(const struct iovec *iov, size_t n)
+uint32_t hx_tcp_payload_crc(const struct iovec *iov, size_t n)
 {
     uint32_t crc = 0;
     for (size_t i = 0; i < n; i++)
@@ -146,22 +148,37 @@ static uint32_t checksum(const struct iovec *iov, size_t n)
     return crc;
 }
 
-void hx_tcp_say_data(hx_tconn_t *c, const hx_tcp_head_t *ask, hx_region_t *region, const hx_tcp_row_t *rows)
+void hx_tcp_say_done(hx_tconn_t *c, const hx_tcp_head_t *ask, uint32_t status)
 {
-    hx_tcp_head_t head = {.magic = HX_TCP_MAGIC, .type = HX_TCP_DATA, .id = ask->id, .nbytes = ask->nbytes};
+    hx_tcp_head_t head = {
+        .magic = HX_TCP_MAGIC, .type = HX_TCP_DONE, .flags = ask->flags, .status = status, .id = ask->id};
+    if (head.flags & HX_TCP_CHECKSUM)
+        head.head_crc = hx_tcp_head_crc(&head, NULL);
+    c->owed++;
+    hx_tcp_queue(c, new_out(&head, NULL, 0));
+}
+
+void hx_tcp_say_data(hx_tconn_t *c, const hx_tcp_head_t *ask, hx_region_t *region, const hx_tcp_row_t *rows,
+                     uint32_t crc)
+{
+    hx_tcp_head_t head = {.magic = HX_TCP_MAGIC,
+                          .type = HX_TCP_DATA,
+                          .flags = ask->flags,
+                          .id = ask->id,
+                          .nbytes = ask->nbytes,
+                          .crc = crc};
+    if (head.flags & HX_TCP_CHECKSUM)
+        head.head_crc = hx_tcp_head_crc(&head, NULL);
     hx_tout_t *out = new_out(&head, NULL, ask->nrows);
     for (uint32_t i = 0; i < ask->nrows; i++)
         out->iov[i] = (struct iovec){region->base + rows[i].off, rows[i].nbytes};
-    if (ask->flags & HX_TCP_CHECKSUM) {
-        head.flags = HX_TCP_CHECKSUM;
-        head.crc = checksum(out->iov, out->niov);
-        memcpy(out->head, &head, sizeof head);
-    }
     out->region = region;
     out->region_id = region->id;
     out->nrows = ask->nrows;
     out->rows = hx_alloc(ask->nrows * sizeof *rows + 1);
-    memcpy(out->rows, rows, ask->nrows * sizeof *rows);
+    if (ask->nrows)
+        memcpy(out->rows, rows, ask->nrows * sizeof *rows);
+    c->owed++;
     hx_tcp_queue(c, out);
 }
 
@@ -182,7 +199,8 @@ static void cut(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c, hx_treq_t *r)
                           .flags = t->checksum ? HX_TCP_CHECKSUM : 0,
                           .id = (uint64_t)r->gen << 32 | r->index,
                           .region = remote->id,
-                          .rkey = remote->rkey};
+                          .rkey = remote->rkey,
+                          .epoch = op->epoch};
     struct iovec iov[HX_TCP_ROWS_MAX];
     for (size_t i = r->batch.first; i < r->batch.last; i++) {
         uint64_t from, to;
@@ -196,8 +214,17 @@ static void cut(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c, hx_treq_t *r)
     head.nrows = (uint32_t)n;
     r->nbytes = head.nbytes;
     bool write = op->kind == HX_WRITE;
-    if (write && t->checksum)
-        head.crc = checksum(iov, n);
+    if (t->checksum) {
+        if (write &&
+            head.nbytes > HX_TCP_INLINE) { /* the progress thread, and the operation is in nobody else's hands */
+            pthread_mutex_unlock(&t->mu);
+            head.crc = hx_tcp_payload_crc(iov, n);
+            pthread_mutex_lock(&t->mu);
+        } else if (write) {
+            head.crc = hx_tcp_payload_crc(iov, n);
+        }
+        head.head_crc = hx_tcp_head_crc(&head, rows);
+    }
     hx_tout_t *out = new_out(&head, rows, write ? n : 0);
     if (write && n)
         memcpy(out->iov, iov, n * sizeof *iov);
@@ -210,7 +237,7 @@ static void cut(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c, hx_treq_t *r)
 /* A connection with room, in turn; NULL: none. */
 static hx_tconn_t *with_room(hx_tpeer_t *p)
 {
-    for (unsigned i = 0; i < p->streams; i++) {
+    for (unsigned i = 0; i < p->streams && !p->dirty; i++) {
         hx_tconn_t *c = p->conns[(p->turn + i) % p->streams];
         if (c && !c->broken && c->unanswered < HX_TCP_WINDOW && c->unsent < HX_TCP_QUEUE) {
             p->turn = (p->turn + i + 1) % p->streams;
@@ -333,6 +360,9 @@ static void advance(hx_tconn_t *c, size_t sent)
             return;
         if (out->req)
             out->req->unsent = false;
+        hx_tcp_head_t head;
+        memcpy(&head, out->head, sizeof head);
+        c->owed -= head.type == HX_TCP_DONE || head.type == HX_TCP_DATA;
         c->out_head = out->next;
         if (!c->out_head)
             c->out_tail = NULL;

@@ -20,17 +20,19 @@ typedef enum {
     HX_TCP_DONE = 4,  /* WRITE or READ `id` is over, with `status`; its bytes are visible if that is 0 */
 } hx_tcp_type_t;
 
-#define HX_TCP_CHECKSUM 1u /* flag: `crc` is the CRC-32C of the payload */
+#define HX_TCP_CHECKSUM 1u /* flag: both fields hold a CRC-32C; what is asked with it is answered with it */
 
 typedef struct {
     uint32_t magic;
     uint16_t type, flags;
     uint32_t nrows, status;
     uint64_t id, region, rkey, nbytes;
-    uint32_t crc, zero;
+    uint64_t epoch;    /* the newest revocation that the permission of a WRITE or READ knew of */
+    uint32_t crc;      /* of the payload */
+    uint32_t head_crc; /* of this head, with both fields 0, and the rows */
 } hx_tcp_head_t;
 
-_Static_assert(sizeof(hx_tcp_head_t) == 56, "wire format");
+_Static_assert(sizeof(hx_tcp_head_t) == 64, "wire format");
 
 typedef struct {
     uint64_t off, nbytes;

@@ -23,9 +23,10 @@ INLINE = 32768
 class Copy:
     """Waits for the native side's answer to a copy to or from an NPU."""
 
-    def __init__(self, future: asyncio.Future[None], what: str) -> None:
+    def __init__(self, future: asyncio.Future[None], what: str, keep: object) -> None:
         self.future = future
         self.what = what
+        self.keep = keep  # both memories, while the native side may touch them
 
     def settle(self, record: Record) -> None:
         raise AssertionError("a copy is answered by an event")
@@ -75,13 +76,17 @@ async def copy(
     if host.nbytes <= INLINE:
         ctypes.memmove(target, source, host.nbytes)
     else:
-        await outlive(in_thread(queue.loop, lambda: ctypes.memmove(target, source, host.nbytes)))
+
+        def move(keep: object = (region, host)) -> None:
+            ctypes.memmove(target, source, host.nbytes)
+
+        await outlive(in_thread(queue.loop, move))
 
 
 async def _device_copy(
     region: _core.Region, queue: CompletionQueue, what: str, offset: int, host: BufferInfo, up: bool
 ) -> None:
-    waiting = Copy(queue.loop.create_future(), what)
+    waiting = Copy(queue.loop.create_future(), what, (region, host))
     token = queue.new_token()
     queue.expect(token, waiting)
     try:

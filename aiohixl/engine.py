@@ -40,6 +40,7 @@ from aiohixl.region import Answer, Region
 from aiohixl.registry import Registry
 from aiohixl.remote import RemoteEngine
 from aiohixl.scratch import PROBE_TOPIC, ScratchDesk
+from aiohixl.transfer import NO_INDEX, Transfer
 
 __all__ = ["Engine"]
 
@@ -293,12 +294,17 @@ class Engine:
             if not peer.is_lost:
                 peer.became_lost("CLOSED", "this engine is closed")
         self._connector_().close(ClosedError(f"{self!r} is closed"))
-        for sink in list(self._queue_().sinks.values()):
+        pending = list(self._queue_().sinks.values())
+        if stuck:
+            self._registry_().keep_for_ever(*pending)
+        for sink in pending:
             if isinstance(sink, Copy):
                 sink.close("CLOSED")
+            elif isinstance(sink, Transfer) and not sink.done():  # a library's call has not returned, and may not
+                sink.settle((sink.token, _status_number("CLOSED"), 0, 0, 0, NO_INDEX, 0, 0, None))
         if self._unpark_timer is not None:
             self._unpark_timer.cancel()
-        self._registry_().close(_status_number("CLOSED"), stuck=bool(stuck))
+        self._registry_().close(_status_number("CLOSED"))
         self._notes.close()
         if self._notifies is not None:
             self._notifies.close()
@@ -309,8 +315,8 @@ class Engine:
         links.release(self)
         if stuck:
             raise RegionPinnedError(
-                f"{self!r} is closed, but {stuck} peer(s) stand still in the middle of a copy: the memory that they "
-                "could reach stays allocated for the life of this process; do not reuse it"
+                f"{self!r} is closed, but {stuck} peer(s), or calls of a library, stand still in the middle of a copy: "
+                "the memory that they could reach stays allocated for the life of this process; do not reuse it"
             )
 
     def __del__(self) -> None:
@@ -324,7 +330,7 @@ class Engine:
                 queue.stop()
         # Before the regions and their owners go: native threads, and peers, may be copying.
         if self._core is not None and self._core.stop():
-            self._registry_().keep_for_ever()
+            self._registry_().keep_for_ever(*queue.sinks.values())
         links.release(self)
         if self._socket is not None:
             self._socket.close()

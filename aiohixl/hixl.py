@@ -180,8 +180,15 @@ def _own_option(key: object, value: object) -> tuple[str, dict[str, Any] | None]
             return _digits(what, value, 0, 7), None
         case "BufferPool":
             return _pool(what, value), None
-        case "EnableUseFabricMem" | "AutoConnect":
+        case "EnableUseFabricMem":
             return _flag(what, value), None
+        case "AutoConnect":
+            if _flag(what, value) == "1":
+                raise ConfigError(
+                    f"{what}: aiohixl connects by itself, and again after a failure, once it knows who answers; HIXL's "
+                    "own reconnecting could reach another engine at the same address: leave it out"
+                )
+            return "0", None
         case "LocalCommRes" | "GlobalResourceConfig":
             document, text = parse_document(value, what)
             return text, document

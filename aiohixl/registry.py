@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import weakref
@@ -22,8 +23,9 @@ from aiohixl.region import ACCESS, Region, whole_number
 __all__ = ["Registry"]
 
 _PART = "{cache}\n{slot}"  # the name of a KV cache's part; users' names have no line feed
-#: Regions that a stopped peer may still touch although their engine is closed: leaking is safe, reusing is not.
-_stuck_memory: list[Region] = []
+
+#: What a stopped peer may still touch although its engine is closed: leaking is safe, reusing is not.
+_stuck_memory: list[list[object]] = []
 
 
 class Registry:
@@ -55,13 +57,17 @@ class Registry:
         if region is not None:
             region.became_ready(status, sys_errno, reason)
 
-    def keep_for_ever(self) -> None:
-        _stuck_memory.extend(self._kept.values())
+    def keep_for_ever(self, *pending: object) -> None:
+        """All memory that a peer, or a library's call that does not return, may still touch; `pending` holds more.
 
-    def close(self, closed_status: int, *, stuck: bool) -> None:
-        """The engine has ended. `stuck`: a peer may still touch what it had access to."""
-        if stuck:
-            self.keep_for_ever()
+        By a reference that nobody drops: what a module holds goes when the interpreter does, before native threads.
+        """
+        memory = [*self._kept.values(), *self._regions.values(), *pending]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        _stuck_memory.append(memory)
+
+    def close(self, closed_status: int) -> None:
+        """The engine has ended."""
         for region in list(self._regions.values()):
             if not region.ready:
                 region.became_ready(closed_status, errno.ECANCELED, "the engine was closed")

@@ -224,8 +224,8 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         return self
 
     def _waiter(self) -> asyncio.Future[None]:
-        # Not `CompletionQueue.waiter`: its callback would be one more of the loop's for each await, and who leaves early
-        # takes the future out.
+        # Not `CompletionQueue.waiter`: its callback would be one more of the loop's for each await, and who leaves
+        # early takes the future out.
         future = self._queue.loop.create_future()
         if self._waiters is None:
             self._waiters = [future]

@@ -280,9 +280,14 @@ def test_a_value_given_twice(option: str, value: Any, key: str, text: str) -> No
         build(**{option: value, "hixl_options": {key: text}})
 
 
+def test_hixl_is_not_to_connect_by_itself() -> None:
+    with pytest.raises(ConfigError, match=r"AutoConnect.*connects by itself.*leave it out"):
+        build(hixl_options={"AutoConnect": "1"})
+
+
 @pytest.mark.parametrize("key", ["AutoConnect", "EnableUseFabricMem"])
 def test_flags(key: str) -> None:
-    for good in ("0", "1"):
+    for good in ("0", "1") if key == "EnableUseFabricMem" else ("0",):
         assert own(build(hixl_options={key: good})) == {key: good}
     for bad in ("", "2", "true", 1, True, None):
         with pytest.raises(ConfigError, match=rf"hixl_options\['{key}'\]: '0' or '1'"):

@@ -131,7 +131,7 @@ async def test_a_record_of_the_provider_becomes_its_error(start: Start) -> None:
 
 async def test_an_answer_to_a_copy() -> None:
     loop = asyncio.get_running_loop()
-    good, bad, late = (Copy(loop.create_future(), "upload to <Region>") for _ in range(3))
+    good, bad, late = (Copy(loop.create_future(), "upload to <Region>", None) for _ in range(3))
     good.answered("OK", "")
     await good.future
     bad.answered("PROVIDER", "HIXL answered 107002 (no context)")

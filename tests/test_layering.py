@@ -62,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         *("_core", "address", "completion", "config", "connector", "copies", "events", "forks", "kvcache", "links"),
         *("membership", "notes", "notifies", "offloop", "opening", "peer", "rawpeer", "region", "registry", "remote"),
         "scratch",
+        "transfer",
     },
     "rendezvous": {"wire"},
     "aiohixl": {

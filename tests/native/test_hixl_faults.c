@@ -94,7 +94,12 @@ static void test_failed_post_that_had_begun(void)
 /* A span without bytes stands for nothing, and hides nothing. */
 static void test_revoked_with_empty_span(void)
 {
-    static const uint64_t spans[][6] = {{0, 4096, 0, 0, 0, 0}, {0, 0, 0, 4096, 0, 0}, {8192, 0, 0, 4096, 4096, 0}};
+    static const uint64_t spans[][6] = {
+        {0, 4096, 0, 0, 0, 0},
+        {0, 0, 0, 4096, 0, 0},
+        {8192, 0, 0, 4096, 4096, 0},
+        {8192, 4096, 0, 4096, 4096, 0}, /* and in any order */
+    };
     for (size_t i = 0; i < sizeof spans / sizeof spans[0]; i++) {
         pair_t p;
         open_up(&p, hixl_config("span-a"));
@@ -168,15 +173,17 @@ static void test_nothing_after_goodbye(void)
     close_down(&p);
 }
 
-/* A call that never comes back holds memory of ours for ever: nobody is told that it is free, and it stays mapped. */
+/* A call that never comes back holds memory of ours for ever, and keeps the library from forgetting any: nobody is told
+ * that it is free, and it stays mapped. */
 static void abandon(void)
 {
     side_t a, b;
     open_pair(&a, &b);
     hx_region_t *own = allocate(&a, 4096, HX_ACCESS_READ, NULL), *lent = lend_and_wait(&a, here, NBYTES, NULL);
+    hx_region_t *unused = allocate(&a, 4096, HX_ACCESS_READ, NULL), *late = allocate(&a, 4096, HX_ACCESS_READ, NULL);
     hx_region_t *target = lend_and_wait(&b, there, NBYTES, "t");
     WAIT(remote(&a, "t") != NULL);
-    uint8_t *memory = hx_region_addr(own);
+    uint8_t *memory[] = {here, hx_region_addr(own), hx_region_addr(unused), hx_region_addr(late)};
     hold(&at_post, 1);
     static const uint64_t offsets[] = {0, 4096};
     hx_segment_t segs[2];
@@ -192,21 +199,24 @@ static void abandon(void)
     SOON(held(&at_post) == 1);
     CHECK_EQ(hx_region_deregister(lent, 3), HX_OK);
     CHECK_EQ(hx_region_deregister(own, 4), HX_OK);
+    CHECK_EQ(hx_region_deregister(unused, 5), HX_OK);
     uint64_t finalizes = stat_of("finalizes");
     CHECK(hx_engine_stop(a.engine) > 0);
     pump(&a);
     CHECK_EQ(a.of[2].finals, 0);
     CHECK_EQ(a.of[2].earlies, 1);
     CHECK_EQ(a.of[2].early_status, HX_ERR_ABORTED);
-    for (uint64_t token = 3; token <= 4; token++) {
+    for (uint64_t token = 3; token <= 5; token++) {
         CHECK_EQ(a.done[token].count, 1);
         CHECK_EQ(a.done[token].status, HX_ERR_PINNED);
     }
     CHECK_EQ(stat_of("finalizes"), finalizes); /* it must not meet another call */
     hx_region_unref(lent);
     hx_region_unref(own);
-    memset(memory, 1, 4096);
-    memset(here, 1, 4096);
+    hx_region_unref(unused);
+    hx_region_unref(late);
+    for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
+        memset(memory[i], 1, 4096);
     side_drop(&a);
     hx_region_unref(target);
     side_close(&b);
