@@ -23,7 +23,7 @@ REQ := requirements
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test check format native bench build dist clean
+.PHONY: help demo test check format native fuzz soak bench build dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -122,7 +122,8 @@ include tests/hixl_standin/standin.mk
 CORE := $(sort $(filter-out _native/_core.c,$(wildcard _native/*.c)))
 HEADERS := $(wildcard _native/*.h tests/native/*.h)
 NATIVE_TESTS := $(sort $(wildcard tests/native/test_*.c))
-C_FILES := $(CORE) $(NATIVE_TESTS) $(HEADERS) $(wildcard _native/*.cc tests/hixl_standin/*.cc tests/hixl_standin/*.h)
+FUZZ_SOURCES := $(sort $(wildcard tests/fuzz/fuzz_*.c))
+C_FILES := $(CORE) $(NATIVE_TESTS) $(HEADERS) $(wildcard tests/fuzz/*.c tests/fuzz/*.h) $(wildcard _native/*.cc tests/hixl_standin/*.cc tests/hixl_standin/*.h)
 SANITIZERS := address,undefined thread
 NATIVE_PROGRAMS := $(foreach s,$(SANITIZERS),$(NATIVE_TESTS:tests/native/%.c=build/native/$s/%))
 NATIVE_CFLAGS := -std=gnu11 -O1 -g -Wall -Wextra -Werror -pthread -fno-omit-frame-pointer -I_native
@@ -156,3 +157,49 @@ build/native/$1/%: tests/native/%.c $$(CORE:_native/%.c=build/native/$1/core/%.o
 	$$(CC) $$(NATIVE_CFLAGS) -fsanitize=$1 $$< $$(filter %.o,$$^) -ldl -o $$@
 endef
 $(foreach s,$(SANITIZERS),$(eval $(call SANITIZED,$s)))
+
+# The fuzzers: each tests/fuzz/fuzz_*.c is a harness for libFuzzer. Without clang, tests/fuzz/driver.c runs the same harness,
+# guided by gcc's coverage.
+
+FUZZ_SECONDS ?= 60
+SOAK_SECONDS ?= 600
+FUZZ_FOUND := build/fuzz/found
+ifneq ($(filter fuzz,$(MAKECMDGOALS)),)
+FUZZ_ENGINE := $(shell echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | \
+	clang -fsanitize=fuzzer,address -x c - -o /dev/null 2>/dev/null && echo libfuzzer || echo gcc)
+endif
+FUZZ_HARNESSES := $(FUZZ_SOURCES:tests/fuzz/%.c=%)
+FUZZ_CFLAGS := $(filter-out -Werror,$(NATIVE_CFLAGS)) -Itests/native -fsanitize=address,undefined
+FUZZ_libfuzzer_CC := clang
+FUZZ_libfuzzer_CORE := -fsanitize=fuzzer-no-link
+FUZZ_libfuzzer_LINK := -fsanitize=fuzzer
+FUZZ_gcc_CC := $(CC) -Werror
+FUZZ_gcc_CORE := -fsanitize-coverage=trace-pc
+FUZZ_gcc_LINK := tests/fuzz/driver.c
+
+fuzz: $(FUZZ_HARNESSES:%=build/fuzz/$(FUZZ_ENGINE)/%) ## what comes from a network, fuzzed (FUZZ_SECONDS=60)
+	@echo "fuzz: $(FUZZ_HARNESSES) with $(FUZZ_ENGINE), $(FUZZ_SECONDS) s, all at once"
+	@for one in $(FUZZ_HARNESSES:fuzz_%=%); do \
+		mkdir -p $(FUZZ_FOUND)/$$one; \
+		$(FIXED_LAYOUT) build/fuzz/$(FUZZ_ENGINE)/fuzz_$$one -max_total_time=$(FUZZ_SECONDS) -max_len=65536 -timeout=60 \
+			-artifact_prefix=$(FUZZ_FOUND)/$$one- $(FUZZ_FOUND)/$$one tests/fuzz/corpus/$$one >build/fuzz/$$one.log 2>&1 & \
+		started="$$started $$one:$$!"; \
+	done; \
+	for one in $$started; do \
+		if wait $${one#*:}; then tail -n 2 build/fuzz/$${one%:*}.log; \
+		else echo "fuzz: $${one%:*} FAILED"; tail -n 60 build/fuzz/$${one%:*}.log; failed=1; fi; \
+	done; \
+	test -z "$$failed"
+
+soak: build ## engines that are killed and started again while they transfer (SOAK_SECONDS=600)
+	$(BIN)/python tests/soak/soak.py $(SOAK_SECONDS)
+
+define FUZZER
+build/fuzz/$1/core/%.o: _native/%.c $$(HEADERS) Makefile
+	@mkdir -p $$(@D)
+	$$(FUZZ_$1_CC) $$(FUZZ_CFLAGS) $$(FUZZ_$1_CORE) -c $$< -o $$@
+build/fuzz/$1/fuzz_%: tests/fuzz/fuzz_%.c $$(CORE:_native/%.c=build/fuzz/$1/core/%.o) $$(HEADERS) $$(wildcard tests/fuzz/*.[ch]) Makefile
+	@mkdir -p $$(@D)
+	$$(FUZZ_$1_CC) $$(FUZZ_CFLAGS) $$< $$(FUZZ_$1_LINK) $$(filter %.o,$$^) -ldl -o $$@
+endef
+$(foreach engine,libfuzzer gcc,$(eval $(call FUZZER,$(engine))))

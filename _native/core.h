@@ -206,7 +206,7 @@ struct hx_region {
     uint32_t name_len, blob_len;
     /* control thread only */
     bool wanted;             /* to be announced; holds a reference until it is deregistered or the engine stops */
-    _Atomic bool announced; /* peers have been told */
+    _Atomic bool announced;  /* peers have been told */
     bool was_announced;      /* and may remember */
     hx_standing_t *standing; /* what is revoked now (standing.c) */
 };

@@ -298,14 +298,15 @@ static void *run(void *arg)
         int n = epoll_wait(t->epoll_fd, events, 64, timeout);
         hx_tdone_t done = {NULL};
         uint64_t count, now = hx_now_ns(), due = 0;
-        atomic_store(&t->awake, false); /* before the queues are looked at: who comes later wakes us again */
+        /* The ring first, then the mark, then the queues: who comes after the mark rings again, and is not read away. */
+        if (read(t->wake_fd, &count, sizeof count) < 0) {
+            /* nobody has rung */
+        }
+        atomic_store(&t->awake, false);
         pthread_mutex_lock(&t->mu);
         for (int i = 0; i < n; i++) {
             if (events[i].data.ptr)
                 serve(t, events[i].data.ptr, events[i].events, &done);
-            else if (read(t->wake_fd, &count, sizeof count) < 0) {
-                /* merged with an earlier one */
-            }
         }
         for (hx_tconn_t *c = t->conns; c; c = c->next) {
             if (c->fd >= 0 && c->fresh) /* what came with the handshake waits for no event */

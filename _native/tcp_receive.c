@@ -14,6 +14,7 @@
 #include "tcp.h"
 
 #define STAGE (64u << 10)
+#define BEHIND 4096
 #define IOV 64
 #define OWED_MAX 32768           /* answers, */
 #define UNSENT_MAX (32ull << 20) /* and bytes of them, that a peer has not taken: several times its window */
@@ -92,8 +93,7 @@ static const char *check_head(const hx_tcp_head_t *h)
         return "not a message";
     if (h->nrows > HX_TCP_ROWS_MAX || (h->nrows && !rows))
         return "too many rows";
-    if (h->nbytes > HX_TCP_MESSAGE_MAX || (h->nbytes && h->type == HX_TCP_DONE) || h->flags & ~HX_TCP_CHECKSUM ||
-        h->zero)
+    if (h->nbytes > HX_TCP_MESSAGE_MAX || (h->nbytes && h->type == HX_TCP_DONE) || h->flags & ~HX_TCP_CHECKSUM)
         return "an impossible head";
     return NULL;
 }
@@ -285,8 +285,13 @@ bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done)
                 iov[n] = rx->iov[i];
                 direct += iov[n++].iov_len;
             }
-        if (!direct || direct == rx->left)
-            iov[n++] = (struct iovec){rx->stage + rx->len, STAGE - rx->len};
+        /* Behind a large payload only the next head and rows: more would be the next payload, and be copied twice. */
+        size_t room = rx->left >= STAGE ? BEHIND : STAGE, want = direct;
+        if (!direct || direct == rx->left) {
+            room = room < STAGE - rx->len ? room : STAGE - rx->len;
+            iov[n++] = (struct iovec){rx->stage + rx->len, room};
+            want += room;
+        }
         ssize_t got = readv(c->fd, iov, (int)n);
         if (got == 0) {
             snprintf(c->why, sizeof c->why, "the peer closed the data connection");
@@ -309,6 +314,8 @@ bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done)
         total += (size_t)got;
         if (!digest(c, done))
             return false;
+        if ((size_t)got < want) /* it was empty; what comes now wakes us again */
+            return true;
     }
     return true;
 }

@@ -255,11 +255,20 @@ static bool revoked(const hx_op_t *op)
     return false; /* the rest is the owner's to say, and it says it for each message */
 }
 
+static int destination_order(const void *pa, const void *pb)
+{
+    const hx_desc_t *a = pa, *b = pb;
+    return a->remote_off < b->remote_off ? -1 : a->remote_off > b->remote_off;
+}
+
 static void check_rows(hx_op_t *op)
 {
     hx_status_t status = hx_op_check_overlap(op);
     if (status != HX_OK)
         hx_op_fail(op, status, 0, 0, NULL);
+    /* Rows have no order; the receiver scatters fastest in that of its memory. */
+    for (size_t part = 0, first = 0; part < op->nparts && status == HX_OK; first = op->parts[part++].end)
+        qsort(op->descs + first, op->parts[part].end - first, sizeof *op->descs, destination_order);
     op->prepared = true;
     atomic_store(&op->stage, HX_STAGE_ACTIVE);
 }

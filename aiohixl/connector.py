@@ -195,6 +195,12 @@ class Connector:
                 except PeerUnreachableError as exc:
                     last = exc
                     tried.append(f"{address}: {exc}")
+                except PeerMismatchError as exc:
+                    # A unix socket may turn us away for our uid, as another namespace sees it: is there another way?
+                    if address.host is not None or address is addresses[-1]:
+                        raise
+                    last = exc
+                    tried.append(f"{address}: {exc}")
         error = unreachable(repr(target), tried)
         if last is not None:
             error.__cause__ = last

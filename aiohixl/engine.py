@@ -57,9 +57,10 @@ class Engine:
         rendezvous: URL of the rendezvous; without one, peers connect by `address`.
         token: bearer token of the rendezvous; also the links' secret when `secret` is not given.
         secret: shared by all engines; each control link proves it. The rendezvous gets a token derived from it.
-        transports: the transports that may be used: ``shm``, ``hixl``, ``tcp``. ``["auto"]`` is ``shm`` on one host, ``tcp``
-            where one side has an `address`, and ``hixl`` where an
-            option asks for it: an NPU is not opened uninvited. ``["hixl"]`` alone does without ``shm`` on one host too.
+        transports: the transports that may be used: ``shm``, ``hixl``, ``tcp``. ``["auto"]`` is ``shm`` on one host,
+            ``tcp`` where the side that was connected to has an `address`, and ``hixl`` where an option asks for it: an
+            NPU is not opened uninvited. ``["hixl"]`` alone does without ``shm`` on one host too. ``["tcp"]`` without an
+            `address` listens on a port of the loopback interface.
         address: ``host:port`` to listen on by TCP as well, besides the unix socket; port 0 picks one.
         advertise: the host that peers are told instead of `address`'s; needed where that is a wildcard.
         ttl, join_timeout, replace, force: see `aiohixl.rendezvous.RendezvousClient.join`.

@@ -325,7 +325,7 @@ REASONS = {
     "ABORTED": "aborted because this side closed the peer or the engine",
     "CANCELLED": "cancelled",
     "FAULT": "the kernel refused the copy",
-    "CONNECTION": "its data connection dropped, or could not be made; a part of the bytes may have landed: post it again",
+    "CONNECTION": "its data connection dropped, or could not be made; a part may have landed: post it again",
     "CHECKSUM": "what arrived is not what was sent; none of it counts: post it again",
     "PEER_LOST": "the peer is lost: it ended, froze, closed, or a newer engine took its name; connect again",
     "QUEUE_FULL": "the queue is full; post less at a time from threads, or post on the loop, where posts park",

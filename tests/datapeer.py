@@ -25,7 +25,7 @@ HELLO_DATA, ANSWER_DATA, PROOF_DATA, READY_DATA = range(22, 26)
 INTRO = struct.Struct("<QHHI")
 
 MAGIC = 0x31544148
-HEAD = struct.Struct("<IHHIIQQQQII")
+HEAD = struct.Struct("<IHHIIQQQQQII")
 ROW = struct.Struct("<QQ")
 WRITE, READ, DATA, DONE = range(1, 5)
 CHECKSUM = 1
@@ -45,7 +45,27 @@ class Head:
     region: int
     rkey: int
     nbytes: int
+    epoch: int
     crc: int
+
+
+def _table() -> list[int]:
+    out = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        out.append(value)
+    return out
+
+
+_TABLE = _table()
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
 
 
 def message(
@@ -61,17 +81,24 @@ def message(
     magic: int = MAGIC,
     flags: int = 0,
     status: int = 0,
-    crc: int = 0,
-    zero: int = 0,
+    epoch: int = 0,
+    crc: int | None = None,
+    head_crc: int | None = None,
 ) -> bytes:
-    """What is not given is as it should be."""
+    """What is not given is as it should be; a checksum is computed where the flag says that there is one."""
     rows = list(rows)
     if nbytes is None:
         nbytes = len(payload) if kind in (WRITE, DATA) else sum(row[1] for row in rows)
     if nrows is None:
         nrows = len(rows)
-    head = HEAD.pack(magic, kind, flags, nrows, status, ident, region, rkey, nbytes, crc, zero)
-    return head + b"".join(ROW.pack(*row) for row in rows) + payload
+    summed = flags & CHECKSUM
+    if crc is None:
+        crc = crc32c(payload) if summed else 0
+    fields = (magic, kind, flags, nrows, status, ident, region, rkey, nbytes, epoch, crc)
+    table = b"".join(ROW.pack(*row) for row in rows)
+    if head_crc is None:
+        head_crc = crc32c(HEAD.pack(*fields, 0) + table) if summed else 0
+    return HEAD.pack(*fields, head_crc) + table + payload
 
 
 @dataclass
@@ -210,9 +237,9 @@ class DataLink:
     def head(self) -> Head:
         data = self.exactly(HEAD.size)
         assert data is not None, "the engine ended the data connection"
-        magic, kind, flags, nrows, status, ident, region, rkey, nbytes, crc, zero = HEAD.unpack(data)
-        assert (magic, zero) == (MAGIC, 0)
-        return Head(kind, flags, nrows, status, ident, region, rkey, nbytes, crc)
+        magic, *fields, _ = HEAD.unpack(data)
+        assert magic == MAGIC
+        return Head(*fields)
 
     def rows(self, head: Head) -> list[tuple[int, int]]:
         data = self.exactly(head.nrows * ROW.size)

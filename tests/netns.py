@@ -71,7 +71,8 @@ class Wire:
         _run("ip", "link", "add", "wire", "netns", a, "type", "veth", "peer", "name", "wire", "netns", b)
         for side in self.names:
             self.ip(side, "link", "set", "lo", "up")
-            self.ip(side, "link", "set", "wire", "mtu", str(self.mtu))
+            # Its own address of the link would be tentative for a second, and neighbours unreachable meanwhile.
+            self.ip(side, "link", "set", "wire", "mtu", str(self.mtu), "addrgenmode", "none")
             self.ip(side, "addr", "add", f"{self.address(side, 4)}/32", "dev", "lo")
             self.ip(side, "addr", "add", f"{self.address(side, 6)[1:-1]}/128", "dev", "lo", "nodad")
         for side in self.names:
@@ -92,11 +93,14 @@ class Wire:
         here, there = (1, 2) if side == "a" else (2, 1)
         self.ip(side, "link", "set", "wire", "up")
         self.ip(side, "addr", "replace", f"10.99.0.{here}/24", "dev", "wire")
+        self.ip(side, "addr", "replace", f"fe80::{here}/64", "dev", "wire", "nodad")
         self.ip(side, "addr", "replace", f"fd99:0::{here}/64", "dev", "wire", "nodad")
         for family in (4, 6):
             via = f"10.99.0.{there}" if family == 4 else f"fd99:0::{there}"
             target, source = self.address(other, family).strip("[]"), self.address(side, family).strip("[]")
             self.ip(side, "route", "replace", target, "via", via, "dev", "wire", "src", source)
+        for end in self.names:  # what was not found meanwhile is looked for again at once
+            self.ip(end, "neigh", "flush", "dev", "wire")
 
     def limit(self, gbit: float) -> None:
         """Both directions carry so much: Ethernet frames, as a switch counts them."""

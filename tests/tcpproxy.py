@@ -45,6 +45,8 @@ class Pipe:
                     self.data = FRAME.unpack_from(data)[1] == HELLO_DATA
                     self.opened.set()
                 await self.proxy.going.wait()
+                if self.data and (hold := self.proxy.hold) is not None:
+                    await hold.wait()
                 if self.proxy.cut_after is not None and self.data:
                     room = self.proxy.cut_after - self.passed[way]
                     if len(data) >= room:
@@ -60,36 +62,41 @@ class Pipe:
         self.cut()
 
     def cut(self, *, reset: bool = False) -> None:
-        """Both ends: by FIN, or by RST."""
-        if self.over:
-            return
-        self.over = True
-        current = asyncio.current_task()
+        """Both ends: by FIN, or by RST; a turn of the loop later."""
+        if not self.over:
+            self.over = True
+            self._end = asyncio.create_task(self._close(reset))
+
+    async def _close(self, reset: bool) -> None:
         for task in self._tasks:
-            if task is not current:
-                task.cancel()
-        for end in self.ends:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for end in self.ends:  # not earlier: the loop watches them by their numbers
             if reset:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             end.close()
 
-    async def wait(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def close(self) -> None:
+        self.cut()
+        await self._end
 
 
 class Proxy:
     """``cut_after``: the next data connection that has carried so many bytes in one direction is cut there, once.
-    ``tamper``: what becomes of a piece of a data connection. ``going``: cleared, nothing moves."""
+    ``tamper``: what becomes of a piece of a data connection. ``going``: cleared, nothing moves. ``hold``: data
+    connections wait for it. ``refusing``: whoever connects from now on is turned away, and counted in ``refused``."""
 
     def __init__(self, port: int) -> None:
         self.pipes: list[Pipe] = []
         self.going = asyncio.Event()
         self.going.set()
+        self.hold: asyncio.Event | None = None
         self.cut_after: int | None = None
         self.reset = False
         self.cuts = 0
         self.tamper: Tamper | None = None
         self.refusing = False
+        self.refused = 0
         self.address = f"tcp://{FRONT}:{port}"
         self._place = (BEHIND, port)
         self._listener = socket.create_server((FRONT, port))
@@ -102,6 +109,7 @@ class Proxy:
             front, _ = await loop.sock_accept(self._listener)
             if self.refusing:
                 front.close()
+                self.refused += 1
                 continue
             back = socket.socket()
             for end in (front, back):
@@ -123,8 +131,7 @@ class Proxy:
         await asyncio.gather(self._task, return_exceptions=True)
         self._listener.close()
         for pipe in self.pipes:
-            pipe.cut()
-            await pipe.wait()
+            await pipe.close()
 
 
 @contextlib.asynccontextmanager

@@ -68,7 +68,7 @@ class House:
 @pytest_asyncio.fixture
 async def house(start: Start) -> AsyncIterator[House]:
     a = await start("a", transports=["tcp"], secret=SECRET)
-    b = await start("b", transports=["tcp"], secret=SECRET, handshake_timeout=SOON)
+    b = await start("b", transports=["tcp"], secret=SECRET, streams=4, handshake_timeout=SOON)
     ground = await Ground(a, b, await a.connect(b.address)).prepare()
     yield House(ground)
     await ground.still_good()

@@ -47,8 +47,8 @@ class Advice:
         if any(window < self.tokens for window in windows):
             kept = " and ".join(f"{window:,}" for window in windows)
             out.append(
-                f"That counts the last {kept} tokens of the layers with a sliding window; an engine that keeps and "
-                f"sends all tokens of them has more to move."
+                f"That counts the last {kept} tokens of the layers with a window; an engine that keeps and sends all "
+                "tokens of them has more to move."
             )
         out.append(
             f"To move it over this path ({format_rate(self.rate)}) takes {format_seconds(self.move_seconds)}, which is "
@@ -60,8 +60,8 @@ class Advice:
         assert model.parameters is not None
         out.append(
             f"To compute it again takes about {format_seconds(self.recompute_seconds)}: 2 x "
-            f"{model.parameters / 1e9:.3g} billion parameters x {tokens} at {self.tflops:g} TFLOP/s, which is an assumption (--tflops), and without "
-            "the attention's own share, which grows with the square of the tokens."
+            f"{model.parameters / 1e9:.3g} billion parameters x {tokens} at {self.tflops:g} TFLOP/s, which is an "
+            "assumption (--tflops), and without attention's own share, which grows with the square of the tokens."
         )
         out.append(self._verdict(self.recompute_seconds, self.hiding_rate))
         return out

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -54,6 +57,18 @@ class TcpPeer(peer.Peer):
         except aiohixl.HixlError as exc:
             return type(exc).__name__
         return ""
+
+    # ---- its process ----
+
+    async def descriptors(self, more: int | None) -> None:
+        """From now on it can open so many more; None: as many as ever."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = hard
+        if more is not None:
+            used = {int(name) for name in os.listdir("/proc/self/fd")}
+            free = (number for number in itertools.count() if number not in used)
+            limit = next(itertools.islice(free, more, None))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
     # ---- transfers ----
 

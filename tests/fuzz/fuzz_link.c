@@ -41,8 +41,12 @@ static size_t body_of(uint16_t type, uint8_t *out, uint64_t *random)
         memset(out, 0, 32);
         return 32;
     case HX_F_REGION_ADD: {
-        hx_entry_t e = {.id = words[0], .nbytes = words[1], .kind = 1 + (uint32_t)draw_below(random, 4), .access = 3,
-                        .name_len = 1 + (uint32_t)draw_below(random, 8), .blob_len = (uint32_t)draw_below(random, 8)};
+        hx_entry_t e = {.id = words[0],
+                        .nbytes = words[1],
+                        .kind = 1 + (uint32_t)draw_below(random, 4),
+                        .access = 3,
+                        .name_len = 1 + (uint32_t)draw_below(random, 8),
+                        .blob_len = (uint32_t)draw_below(random, 8)};
         memcpy(out, &e, sizeof e);
         memset(out + sizeof e, 'n', e.name_len + e.blob_len);
         return sizeof e + e.name_len + e.blob_len;
@@ -101,7 +105,8 @@ static void tweak_body(uint8_t *at, size_t n, uint64_t *random)
 }
 
 #define FIELD(name) {offsetof(hx_frame_t, name), sizeof(((hx_frame_t *)0)->name)}
-static const field_t fields[] = {FIELD(length), FIELD(type), FIELD(type), FIELD(nfds), FIELD(flags), FIELD(arg), FIELD(arg)};
+static const field_t fields[] = {FIELD(length), FIELD(type), FIELD(type), FIELD(nfds),
+                                 FIELD(flags),  FIELD(arg),  FIELD(arg)};
 const grammar_t grammar = {.preamble = 1,
                            .head = sizeof(hx_frame_t),
                            .fields = fields,

@@ -2,13 +2,14 @@
 /* What a peer may send on a data connection of the tcp transport: a whole engine, with its progress thread and regions of
  * every kind of access, is given one end of a socket pair as if the handshake had just ended, and the input by the other.
  *
- * Byte 0 of an input: bits 0-1, how much of it comes with the handshake; bit 2, in small pieces. Messages follow
- * (tcp_wire.h). What no input can know is written in symbols: a region below 8 is the one of that number here, a key of 0
- * its key, an id below 4 of an answer the question of that number, and a checksum of 0 the right one.
+ * Byte 0 of an input: bits 0-1, how much of it comes with the handshake; bit 2, in small pieces; bit 3, with zeros
+ * behind it, as many as the rows of no message. Messages follow (tcp_wire.h). What no input can know is written in symbols: a region below 8 is the one of that number here, a key of 0
+ * its key, an id below 2 of an answer the question of that number, 2 and 3 the same of an
+ * earlier time, and a checksum of 0 the right one.
  *
  * Checked, beside what the sanitizers see: memory that the peer may not write keeps its bytes; what it may not read never
- * leaves; answers are messages themselves; a connection whose messages were in order goes on, any other ends; each
- * operation that waits for an answer completes once. */
+ * leaves; answers are messages themselves; a connection whose messages were in order goes on, any other ends; an
+ * operation that waits for an answer completes once, well only if the answer was one, and touches its own bytes alone. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <sanitizer/asan_interface.h>
@@ -17,9 +18,15 @@
 #include "crc32c.h"
 #include "mutate.h"
 #include "rawpeer.h"
-#include "tcp_wire.h"
+#include "tcp.h"
 
 enum { N = 64 << 10, GUARD = 4096, REVOKED = 8192, REVOKED_END = 12288, QUESTIONS = 2, OUTPUT = 8 << 20 };
+enum {
+    WINDOW = 8 << 20,
+    WINDOW_MESSAGES = 1000,
+    READ_NBYTES = 300,
+    ZEROS = (HX_TCP_ROWS_MAX + 100) * sizeof(hx_tcp_row_t)
+};
 enum { RW, RO, WO, HIDDEN, MINE, REGIONS }; /* HIDDEN is announced to nobody; MINE is the local end of our operations */
 
 static const uint64_t SENTINEL = 0xfeedfacecafef00dull;
@@ -31,6 +38,7 @@ static hx_region_t *regions[REGIONS];
 static uint64_t secret; /* stands where no peer may read, over and over */
 static int control = -1;
 static uint64_t questions[QUESTIONS];
+static bool answered[QUESTIONS]; /* the input holds what it asked for */
 
 /* ---- the grammar ---- */
 
@@ -65,7 +73,8 @@ static size_t make_message(uint8_t *out, size_t room, uint64_t *random)
         rows[i].off = draw_below(random, N - rows[i].nbytes + (draw_below(random, 4) ? 0 : 64));
         h.nbytes += rows[i].nbytes;
     }
-    size_t n = sizeof h + h.nrows * sizeof *rows, payload = h.type == HX_TCP_WRITE || h.type == HX_TCP_DATA ? h.nbytes : 0;
+    size_t n = sizeof h + h.nrows * sizeof *rows,
+           payload = h.type == HX_TCP_WRITE || h.type == HX_TCP_DATA ? h.nbytes : 0;
     if (n + payload > room)
         return 0;
     memcpy(out, &h, sizeof h);
@@ -84,8 +93,9 @@ static void tweak_rows(uint8_t *at, size_t n, uint64_t *random)
 }
 
 #define FIELD(name) {offsetof(hx_tcp_head_t, name), sizeof(((hx_tcp_head_t *)0)->name)}
-static const field_t fields[] = {FIELD(magic), FIELD(type),   FIELD(flags), FIELD(nrows),  FIELD(status), FIELD(id),
-                                 FIELD(id),    FIELD(region), FIELD(rkey),  FIELD(nbytes), FIELD(nbytes), FIELD(crc)};
+static const field_t fields[] = {FIELD(magic),  FIELD(type),  FIELD(flags),  FIELD(nrows),   FIELD(status),
+                                 FIELD(id),     FIELD(id),    FIELD(region), FIELD(rkey),    FIELD(nbytes),
+                                 FIELD(nbytes), FIELD(epoch), FIELD(crc),    FIELD(head_crc)};
 const grammar_t grammar = {.preamble = 1,
                            .head = sizeof(hx_tcp_head_t),
                            .fields = fields,
@@ -94,12 +104,12 @@ const grammar_t grammar = {.preamble = 1,
                            .make = make_message,
                            .tweak = tweak_rows};
 
-/* Is that a head that a connection goes on after, as far as it can be said from the bytes alone? */
+/* Is that a head after which a connection goes on, as far as it can be said from the bytes alone? */
 static bool in_order(const hx_tcp_head_t *h, const uint8_t *rows)
 {
     uint64_t sum = 0;
     if (h->magic != HX_TCP_MAGIC || (h->type != HX_TCP_WRITE && h->type != HX_TCP_READ) || h->nrows > HX_TCP_ROWS_MAX ||
-        h->nbytes > HX_TCP_MESSAGE_MAX || h->flags & ~HX_TCP_CHECKSUM || h->zero)
+        h->nbytes > HX_TCP_MESSAGE_MAX || h->flags & ~HX_TCP_CHECKSUM || h->epoch)
         return false;
     for (uint32_t i = 0; i < h->nrows; i++) {
         hx_tcp_row_t row;
@@ -115,6 +125,7 @@ static bool in_order(const hx_tcp_head_t *h, const uint8_t *rows)
 static bool resolve(uint8_t *bytes, size_t n, bool *answers_p)
 {
     bool good = true;
+    uint64_t asked = 0, messages = 0;
     *answers_p = false;
     for (size_t at = 0, len; at < n; at += len) {
         hx_tcp_head_t h;
@@ -133,14 +144,29 @@ static bool resolve(uint8_t *bytes, size_t n, bool *answers_p)
         }
         if (h.type == HX_TCP_DATA || h.type == HX_TCP_DONE) {
             *answers_p = true;
-            h.id = h.id < QUESTIONS ? questions[h.id] : h.id;
+            if (h.id < QUESTIONS) {
+                answered[h.id] |=
+                    h.id ? h.type == HX_TCP_DONE && !h.status : h.type == HX_TCP_DATA && h.nbytes == READ_NBYTES;
+                h.id = questions[h.id];
+            } else if (h.id < 2 * QUESTIONS) {
+                h.id = questions[h.id - QUESTIONS] - (1ull << 32);
+            }
         }
-        if (payload && whole && h.flags & HX_TCP_CHECKSUM && !h.crc)
-            h.crc = hx_crc32c(0, bytes + at + rows, h.nbytes);
-        good = good && whole && in_order(&h, bytes + at + sizeof h);
+        bool right = !h.head_crc;
+        if (whole && h.flags == HX_TCP_CHECKSUM) {
+            static hx_tcp_row_t aligned[HX_TCP_ROWS_MAX];
+            memcpy(aligned, bytes + at + sizeof h, rows - sizeof h);
+            h.crc = payload && !h.crc ? hx_crc32c(0, bytes + at + rows, h.nbytes) : h.crc;
+            h.head_crc = right ? hx_tcp_head_crc(&h, aligned) : h.head_crc;
+        } else {
+            right = right && !h.crc;
+        }
+        good = good && whole && right && in_order(&h, bytes + at + sizeof h);
+        asked += whole ? h.nbytes : 0;
+        messages++;
         memcpy(bytes + at, &h, sizeof h);
     }
-    return good;
+    return good && asked <= WINDOW && messages <= WINDOW_MESSAGES; /* nobody owes a peer more */
 }
 
 /* ---- memory ---- */
@@ -180,7 +206,10 @@ static void check_memory(void)
     for (size_t i = 0; i < N; i++)
         differs |= memory_of(RO)[i] ^ 0x11;
     MUST(differs == 0);
-    memset(memory_of(MINE), 0x22, N);
+    differs = 0;
+    for (size_t i = 0; i < N; i++)
+        differs |= i / 100 == 0 || i / 100 == 10 || i / 100 == 50 ? 0 : memory_of(MINE)[i] ^ 0x22;
+    MUST(differs == 0); /* but where our read puts what it gets */
 }
 
 /* ---- what the engine says ---- */
@@ -301,6 +330,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv)
     memset(memory_of(RW), 0x33, REVOKED);
     memset(memory_of(RW) + REVOKED_END, 0x33, N - REVOKED_END);
     memset(memory_of(RO), 0x11, N);
+    memset(memory_of(MINE), 0x22, N);
     open_under_test("fuzz-receive");
     for (int i = 0; i < REGIONS; i++)
         regions[i] = lend(&b, memory_of(i), N, access[i], names[i]);
@@ -315,7 +345,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv)
 /* Two operations whose answers the input may hold: a read of 300 bytes in three rows, a write of 100. */
 static void ask(int fd, uint64_t handles[QUESTIONS])
 {
-    static const uint64_t here[3] = {16, 1000, 5000}, there[3] = {0, 200, 400};
+    static const uint64_t here[3] = {0, 1000, 5000}, source = 20000, there[3] = {0, 200, 400};
     hx_segment_t seg = {.local = regions[MINE],
                         .remote = remote(&b, "theirs"),
                         .rkey = 7,
@@ -327,6 +357,7 @@ static void ask(int fd, uint64_t handles[QUESTIONS])
     for (unsigned i = 0; i < QUESTIONS; i++) {
         b.of[i].finals = b.of[i].earlies = 0;
         seg.n = i ? 1 : 3;
+        seg.local_off = i ? &source : here;
         MUST(post_rows(&b, b.ep, i ? HX_WRITE : HX_READ, i, HX_EPOCH_NOW, &seg, 1, &handles[i], &index) == HX_OK);
         while (nquestions <= i)
             MUST(wait_on(fd, POLLIN) && hear(fd));
@@ -335,23 +366,25 @@ static void ask(int fd, uint64_t handles[QUESTIONS])
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    static const size_t early_sizes[] = {0, 20, sizeof(hx_tcp_head_t) + 1, 64 << 10};
+    static const size_t early_sizes[] = {0, 20, sizeof(hx_tcp_head_t) + 1, 600};
     bool answers, good = false;
     uint64_t handles[QUESTIONS];
     int ends[2];
     if (!size)
         return 0;
-    size_t n = size - 1, early = early_sizes[data[0] & 3], piece = data[0] & 4 ? 61 : SIZE_MAX;
-    uint8_t *bytes = malloc(n + 1);
-    memcpy(bytes, data + 1, n);
+    size_t zeros = data[0] & 8 ? ZEROS : 0, n = size - 1 + zeros, early = early_sizes[data[0] & 3],
+           piece = data[0] & 4 ? 61 : SIZE_MAX;
+    uint8_t *bytes = calloc(n + 1, 1);
+    memcpy(bytes, data + 1, n - zeros);
     resolve(bytes, n, &answers); /* are there any? */
-    memcpy(bytes, data + 1, n);
+    memcpy(bytes, data + 1, n - zeros);
+    memset(answered, 0, sizeof answered);
     mind_control();
     output_len = nquestions = 0;
     alive = false;
     MUST(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     MUST(fcntl(ends[0], F_SETFL, O_NONBLOCK) == 0);
-    early = answers ? 0 : early < n ? early : n; /* questions come first, so answers cannot come with the handshake */
+    early = answers || early > n ? 0 : early; /* questions come first, so answers cannot come with the handshake */
     if (!answers)
         good = resolve(bytes, n, &answers);
     hx_providers_take_socket(b.ep, ends[0], 0, bytes, early);
@@ -380,6 +413,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         for (unsigned i = 0; i < QUESTIONS; i++) {
             hx_cancel(b.engine, handles[i]);
             WAIT(atomic_load(&b.of[i].finals) == 1);
+            MUST(b.of[i].status != HX_OK || answered[i]);
         }
     check_memory();
     MUST(!failures);

@@ -18,6 +18,7 @@ CHECKSUM = 1
 RW, RO, WO, HIDDEN = 0, 1, 2, 3  # regions, as fuzz_receive.c numbers them
 READ_ASKED, WRITE_ASKED = 0, 1  # questions, likewise
 READ_NBYTES = 300
+ZEROS_FOLLOW = 8  # in byte 0
 
 HELLO, ANSWER, AUTH, READY, PAGE = 1, 2, 3, 4, 6
 REGION_ADD, REGION_DEL, TABLE_END, MAP_ASK, MAP_ANSWER = 7, 8, 9, 10, 11
@@ -37,12 +38,13 @@ def message(
     status: int = 0,
     rkey: int = 0,
     nbytes: int | None = None,
+    epoch: int = 0,
 ) -> bytes:
     """A message of a data connection; `nbytes` is that of the rows, or of the payload, unless given."""
     rows = rows or []
     if nbytes is None:
         nbytes = sum(n for _, n in rows) if rows else len(payload)
-    head = struct.pack("<IHHIIQQQQII", MAGIC, kind, flags, len(rows), status, ident, region, rkey, nbytes, 0, 0)
+    head = struct.pack("<IHHIIQQQQQII", MAGIC, kind, flags, len(rows), status, ident, region, rkey, nbytes, epoch, 0, 0)
     return head + b"".join(struct.pack("<QQ", *row) for row in rows) + payload
 
 
@@ -84,6 +86,8 @@ def receive_inputs() -> dict[str, bytes]:
         + message(READ, rows=[(0, 65536)], region=RO),
         "read-revoked": message(READ, rows=[(12000, 400)]) + good_read,
         "read-write-only": message(READ, rows=[(0, 64)], region=WO) + good_read,
+        "read-epoch": message(READ, rows=[(0, 64)], epoch=1) + good_read,
+        "write-epoch": message(WRITE, rows=[(8000, 400)], payload=text[:400], epoch=2**63) + good_write,
         "read-checksum": message(READ, rows=[(0, 4096)], flags=CHECKSUM),
         "many": (good_write + good_read) * 6,
         "data": message(DATA, payload=text[:READ_NBYTES], ident=READ_ASKED),
@@ -93,6 +97,8 @@ def receive_inputs() -> dict[str, bytes]:
         "data-of-write": message(DATA, payload=text[:100], ident=WRITE_ASKED),
         "data-unasked": message(DATA, payload=text[:100], ident=2**40 + 3),
         "done": message(DATA, payload=text[:READ_NBYTES], ident=READ_ASKED) + message(DONE, ident=WRITE_ASKED),
+        "data-stale": message(DATA, payload=text[:READ_NBYTES], ident=READ_ASKED + 2),
+        "done-stale": message(DONE, ident=WRITE_ASKED + 2),
         "done-refused": message(DONE, ident=READ_ASKED, status=4) + message(DONE, ident=WRITE_ASKED, status=4),
         "done-of-read": message(DONE, ident=READ_ASKED),
         "done-out-of-turn": message(DONE, ident=WRITE_ASKED) + message(DATA, payload=text[:READ_NBYTES], ident=0),
@@ -142,6 +148,9 @@ def main() -> None:
         (CORPUS / name).mkdir(parents=True)
     for i, (name, messages) in enumerate(receive_inputs().items()):
         (CORPUS / "receive" / name).write_bytes(bytes([i % 8]) + messages)
+    for rows in (4096, 4097, 4150):  # the zeros that the harness puts behind them
+        head = struct.pack("<IHHIIQQQQQII", MAGIC, WRITE, 0, rows, 0, 77, RW, 0, 0, 0, 0, 0)
+        (CORPUS / "receive" / f"rows-{rows}").write_bytes(bytes([ZEROS_FOLLOW]) + head)
     for name, (mode, frames) in link_inputs().items():
         (CORPUS / "link" / name).write_bytes(bytes([mode]) + frames)
 

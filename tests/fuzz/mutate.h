@@ -19,9 +19,9 @@ typedef struct {
     size_t head;     /* the least that a message has */
     const field_t *fields;
     size_t nfields;
-    size_t (*length)(const uint8_t *at, size_t have);                   /* of the message there, at most `have` */
-    size_t (*make)(uint8_t *out, size_t room, uint64_t *random);        /* a good one; 0: no room */
-    void (*tweak)(uint8_t *at, size_t n, uint64_t *random);             /* of what follows the head; may be NULL */
+    size_t (*length)(const uint8_t *at, size_t have);            /* of the message there, at most `have` */
+    size_t (*make)(uint8_t *out, size_t room, uint64_t *random); /* a good one; 0: no room */
+    void (*tweak)(uint8_t *at, size_t n, uint64_t *random);      /* of what follows the head; may be NULL */
 } grammar_t;
 
 extern const grammar_t grammar;
@@ -30,11 +30,35 @@ size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t max);
 
 static inline uint64_t interesting(uint64_t *random)
 {
-    static const uint64_t values[] = {
-        0,         1,         2,          3,          4,          5,         7,         8,
-        15,        16,        17,         255,        256,        4095,      4096,      4097,
-        65535,     65536,     65537,      1u << 20,   4u << 20,   INT32_MAX, 1ull << 31, UINT32_MAX,
-        1ull << 32, INT64_MAX, 1ull << 63, UINT64_MAX, UINT64_MAX - 4095};
+    static const uint64_t values[] = {0,
+                                      1,
+                                      2,
+                                      3,
+                                      4,
+                                      5,
+                                      7,
+                                      8,
+                                      15,
+                                      16,
+                                      17,
+                                      255,
+                                      256,
+                                      4095,
+                                      4096,
+                                      4097,
+                                      65535,
+                                      65536,
+                                      65537,
+                                      1u << 20,
+                                      4u << 20,
+                                      INT32_MAX,
+                                      1ull << 31,
+                                      UINT32_MAX,
+                                      1ull << 32,
+                                      INT64_MAX,
+                                      1ull << 63,
+                                      UINT64_MAX,
+                                      UINT64_MAX - 4095};
     uint64_t v = values[draw_below(random, sizeof values / sizeof *values)];
     return draw_below(random, 4) ? v : v + draw_below(random, 33) - 16;
 }

@@ -13,12 +13,12 @@
 #include "provider.h"
 
 /* What a harness must not survive: the input at hand is kept by whoever runs it. */
-#define MUST(condition)                                                                     \
-    do {                                                                                    \
-        if (!CHECK(condition)) {                                                            \
+#define MUST(condition)                                                                    \
+    do {                                                                                   \
+        if (!CHECK(condition)) {                                                           \
             fprintf(stderr, "fuzz: the engine last said: %s\n", b.text[0] ? b.text : "-"); \
-            abort();                                                                        \
-        }                                                                                   \
+            abort();                                                                       \
+        }                                                                                  \
     } while (0)
 
 static side_t b; /* the engine under test */

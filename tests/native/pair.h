@@ -142,6 +142,8 @@ static inline bool pump(side_t *s)
     do {
         size_t n = hx_engine_drain(s->engine, records, 16, &more);
         for (size_t i = 0; i < n; i++) {
+            if (records[i].detail && getenv("HX_TEST_SAY"))
+                fprintf(stderr, "  detail: %s\n", records[i].detail);
             free(records[i].detail);
             if (!CHECK(records[i].token < TOKENS))
                 continue;
