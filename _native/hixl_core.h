@@ -82,6 +82,7 @@ struct hx_hpeer {
     hx_endpoint_t *answers; /* raw endpoints to be told of the outcome of Connect; referenced */
     unsigned refs;          /* endpoints that point here, forgotten ones included */
     bool hungry;            /* waits for its place among those that have requests with the library */
+    uint64_t way_ns;        /* until when it gives way to a hungry one */
     uint64_t polled_ns, done_ns, full_ns,
         entered_ns; /* its pause while there is no room; when the poster went into the library */
 };
