@@ -197,10 +197,7 @@ static void run_command(hx_engine_t *engine, hx_command_t *cmd)
         }
         break;
     case HX_CMD_CLOSE:
-        atomic_store(&ep->closing, true); /* first: what is posted from here on finds it, or is found by the question */
-        if (linked)
-            hx_link_send(ep->link, HX_F_BYE, hx_providers_idle(ep), NULL, 0, -1);
-        hx_endpoint_lose(ep, HX_ERR_ABORTED, "closed on this side");
+        hx_live_say_goodbye_to(ep);
         break;
     case HX_CMD_PING:
         if (linked)

@@ -229,6 +229,8 @@ static void round_of_work(hx_clock_t *clock)
         hx_live_cancel_notes(ep);
         hx_frames_pump_notes(ep);
         hx_acks_pay(ep);
+        if (ep->bye_ns && atomic_load(&ep->state) == HX_EP_UP)
+            hx_live_goodbye(ep, hx_now_ns(), "closed on this side");
     }
     uint64_t now = hx_now_ns();
     hx_revoke_poll(engine, now);
@@ -243,15 +245,31 @@ static void round_of_work(hx_clock_t *clock)
     reap_links(engine);
 }
 
+/* What our libraries still have on its way to peers is taken back before the goodbye: then they need not wait for us. */
+static void take_back(hx_engine_t *engine)
+{
+    uint64_t deadline = hx_now_ns() + 2 * engine->config.cancel_grace_ns;
+    for (bool idle = false; !idle && hx_now_ns() < deadline;) {
+        pthread_mutex_lock(&engine->control.fork_mu);
+        idle = true;
+        for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next) {
+            if (!atomic_exchange(&ep->closing, true))
+                hx_providers_kick(engine);
+            idle &= atomic_load(&ep->state) != HX_EP_UP || hx_providers_idle(ep);
+        }
+        if (!idle)
+            hx_providers_tick(engine, hx_now_ns());
+        pthread_mutex_unlock(&engine->control.fork_mu);
+        if (!idle)
+            poll(NULL, 0, 1);
+    }
+}
+
 static void say_goodbye(hx_engine_t *engine)
 {
     hx_control_t *c = &engine->control;
-    for (hx_endpoint_t *ep = c->endpoints; ep; ep = ep->next) {
-        atomic_store(&ep->closing, true);
-        if (ep->link)
-            hx_link_send(ep->link, HX_F_BYE, hx_providers_idle(ep), NULL, 0, -1);
-        hx_endpoint_lose(ep, HX_ERR_ABORTED, "the engine was closed");
-    }
+    for (hx_endpoint_t *ep = c->endpoints; ep; ep = ep->next)
+        hx_live_goodbye(ep, UINT64_MAX, "the engine was closed");
     for (hx_link_t *link = c->links; link; link = link->next)
         if (!link->dead)
             hx_link_fail(link, HX_ERR_CLOSED, 0, "the engine was closed");
@@ -285,6 +303,9 @@ static void shut_down(hx_clock_t *clock)
     pthread_mutex_unlock(&c->mu);
     pthread_mutex_lock(&c->fork_mu);
     hx_commands_run(engine);
+    pthread_mutex_unlock(&c->fork_mu);
+    take_back(engine);
+    pthread_mutex_lock(&c->fork_mu);
     say_goodbye(engine);
     pthread_mutex_unlock(&c->fork_mu);
     wait_for_peers(clock);

@@ -72,6 +72,8 @@ struct hx_hpeer {
     uint32_t connection;                 /* counts them; 0: none yet */
     uint64_t local_seen, remote_seen;    /* what was registered, and known of the peer's, when it connected */
     bool recall;                         /* disconnect: something must be taken back, or the link is latched */
+    unsigned stalls; /* links in a row on which something stalled and nothing landed */
+    bool stalled;    /* why this one is taken down */
     bool latched;                        /* a request has failed: the library refuses all others of the peer */
     bool eager;                          /* connect without waiting for the next operation */
     uint64_t note_due_ns, notes_full_ns; /* when the next note is tried; since when there is no room for it */
@@ -82,6 +84,7 @@ struct hx_hpeer {
     hx_endpoint_t *answers; /* raw endpoints to be told of the outcome of Connect; referenced */
     unsigned refs;          /* endpoints that point here, forgotten ones included */
     bool hungry;            /* waits for its place among those that have requests with the library */
+    uint64_t way_ns;        /* until when it gives way to a hungry one */
     uint64_t polled_ns, done_ns, full_ns,
         entered_ns; /* its pause while there is no room; when the poster went into the library */
 };

@@ -79,6 +79,8 @@ void hx_hixl_disconnect(hx_hpeer_t *p)
     p->eager = p->users && !h->stopping && (p->latched || p->eager);
     p->connected = p->latched = p->recall = false;
     p->not_before_ns = 0;
+    p->stalls += p->stalled;
+    p->stalled = false;
     hx_hixl_swept_away(p, &done);
     pthread_cond_broadcast(&h->gate);
     pthread_mutex_unlock(&h->mu);

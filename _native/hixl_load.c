@@ -67,8 +67,15 @@ static void *open_library(const char *dir, const char *soname, char why[HX_TEXT_
 
 static bool missing(char text[HX_TEXT_MAX], const char *soname, const char *dir, const char *why)
 {
-    snprintf(text, HX_TEXT_MAX, "cannot open %s: looked in %.300s%s the loader's path (%.350s); %s", soname, dir,
-             dir[0] ? " and in" : "ASCEND_HOME_PATH (not set, or without lib64) and in", why, PACKAGE);
+    const char *home = getenv("ASCEND_HOME_PATH");
+    char place[512];
+    snprintf(place, sizeof place, "%.400s", dir);
+    if (!dir[0] && home && home[0])
+        snprintf(place, sizeof place, "ASCEND_HOME_PATH=%.300s (which has no lib64) and in", home);
+    else if (!dir[0])
+        snprintf(place, sizeof place, "ASCEND_HOME_PATH (not set) and in");
+    snprintf(text, HX_TEXT_MAX, "cannot open %s: looked in %.400s%s the loader's path (%.300s); %s", soname, place,
+             dir[0] ? " and in" : "", why, PACKAGE);
     return false;
 }
 
@@ -121,7 +128,8 @@ static bool load(const char *binding, const char *library, char text[HX_TEXT_MAX
     Dl_info info;
     void *some = dlsym(hixl, "_ZN4hixl4HixlC1Ev");
     bool known = some && dladdr(some, &info) && info.dli_fname;
-    snprintf(vendor.where, sizeof vendor.where, "%.900s", known ? info.dli_fname : "libcann_hixl.so");
+    snprintf(why, sizeof why, "%.400s%slibcann_hixl.so", dir, dir[0] ? "/" : "");
+    snprintf(vendor.where, sizeof vendor.where, "%.900s", known ? info.dli_fname : why);
     void *shim = dlopen(binding, RTLD_NOW | RTLD_LOCAL);
     if (!shim) {
         const char *error = dlerror();

@@ -192,6 +192,8 @@ static bool quiesce(hx_hixl_t *h)
         at.tv_nsec %= 1000000000;
         pthread_cond_timedwait(&h->gate, &h->mu, &at);
         now = hx_now_ns();
+        if (somebody_stuck(h, now))
+            break; /* the others have waited enough */
         hurry(h, since, now);
     }
     bool empty = !h->connected && !h->connecting;

@@ -125,6 +125,27 @@ static bool full(const hx_hpeer_t *p)
            (p->h->hungry && !p->hungry && p->outstanding);
 }
 
+#define WAY_NS 5000000ull
+
+/* A peer whose requests have ended leaves its place to those that wait for one, who try at once, before it takes the place
+ * again. */
+static bool gives_way(hx_hpeer_t *p, uint64_t *wait_p)
+{
+    hx_hixl_t *h = p->h;
+    uint64_t now = hx_now_ns();
+    if (!h->hungry || p->hungry)
+        return false;
+    for (hx_hpeer_t *q = h->peers; q && !p->way_ns; q = q->next)
+        if (q->hungry) {
+            q->not_before_ns = 0;
+            hx_hixl_wake_poster(q);
+        }
+    p->way_ns = p->way_ns ? p->way_ns : now + WAY_NS;
+    if (now < p->way_ns)
+        *wait_p = p->way_ns - now;
+    return now < p->way_ns;
+}
+
 static hx_hstep_t next_request(hx_hpeer_t *p, hx_hreq_t **r_p, uint64_t *wait_p)
 {
     hx_hixl_t *h = p->h;
@@ -149,7 +170,7 @@ static hx_hstep_t next_request(hx_hpeer_t *p, hx_hreq_t **r_p, uint64_t *wait_p)
     default:
         break;
     }
-    if (full(p))
+    if (full(p) || gives_way(p, wait_p))
         return DO_SLEEP;
     if (r) {
         hx_hixl_take_again(p, r);

@@ -162,7 +162,7 @@ void hx_hixl_has_room(hx_hpeer_t *p)
     if (p->hungry)
         p->h->hungry--;
     p->hungry = false;
-    p->full_ns = 0;
+    p->full_ns = p->way_ns = 0;
 }
 
 /* The library would not take it. Under mu. With some of its answers it is certain that nothing has been started; with all

@@ -12,6 +12,7 @@
 
 #include "hixl_core.h"
 
+#define STALLS 2 /* links of a peer's that stall one after the other, until all that is on them fails */
 #define LOST_NS 300000000ull /* a lost peer's operations are reported after so long, whatever the library does */
 
 /* ---- lists ---- */
@@ -166,6 +167,7 @@ void hx_hixl_request_over(hx_hpeer_t *p, hx_hreq_t *r, uint32_t code, const char
         return;
     }
     atomic_fetch_add_explicit(&op->moved, r->nbytes, memory_order_relaxed);
+    p->stalls = 0;
     p->done_ns = p->h->last_done_ns = hx_now_ns();
     hx_hixl_out_of_library(p, r);
     hx_hixl_free_request(p->h, r);
@@ -183,6 +185,8 @@ void hx_hixl_swept_away(hx_hpeer_t *p, hx_hdone_t *done)
         hx_hixl_out_of_library(p, r);
         if (blamed)
             hx_hixl_blame(op, r->code, r->detail);
+        if (p->stalls >= STALLS && hx_op_verdict(op) == HX_OK)
+            hx_op_fail(op, HX_ERR_TIMEOUT, 0, 0, NULL); /* its turn would be the next to stall */
         if (!blamed && hx_op_verdict(op) == HX_OK) {
             hx_hixl_post_again(p, r);
             continue;
@@ -300,6 +304,7 @@ void hx_hixl_sweep(hx_hixl_t *h, hx_hpeer_t *p, uint64_t now, hx_hdone_t *done)
             if (!p->recall)
                 hx_hixl_wake_poster(p);
             p->recall = true;
+            p->stalled |= verdict == HX_ERR_TIMEOUT;
         }
         if (atomic_load(&op->ep->state) == HX_EP_LOST && (now > since + LOST_NS || h->stopping))
             hx_op_report_early(h->engine, op, gen);

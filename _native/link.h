@@ -223,6 +223,9 @@ void hx_live_check_operations(hx_engine_t *engine,
                               uint64_t now_ns);              /* stalls, and cancels that were not obeyed in time */
 void hx_live_check_peer(hx_endpoint_t *ep, uint64_t now_ns); /* heartbeats while we wait for something */
 void hx_live_cancel_notes(hx_endpoint_t *ep);
+/* Nothing more is started; the goodbye, which says whether something is still on its way, waits a little for what is. */
+void hx_live_say_goodbye_to(hx_endpoint_t *ep);
+bool hx_live_goodbye(hx_endpoint_t *ep, uint64_t now, const char *text); /* true: said */
 void hx_live_forget_lost(hx_engine_t *engine);
 void hx_live_let_go(hx_endpoint_t *ep);
 bool hx_live_anything_pending(hx_engine_t *engine);

@@ -59,6 +59,30 @@ void hx_live_cancel_notes(hx_endpoint_t *ep)
     }
 }
 
+void hx_live_say_goodbye_to(hx_endpoint_t *ep)
+{
+    uint64_t now = hx_now_ns();
+    /* First: what is posted from here on finds it, or is found by the question in hx_live_goodbye. */
+    atomic_store(&ep->closing, true);
+    if (!ep->bye_ns)
+        ep->bye_ns = now + 2 * ep->engine->config.cancel_grace_ns;
+    if (!hx_live_goodbye(ep, now, "closed on this side")) {
+        hx_sched_kick(ep->engine); /* what is with a library is taken back */
+        hx_control_arm_tick(ep->engine);
+    }
+}
+
+bool hx_live_goodbye(hx_endpoint_t *ep, uint64_t now, const char *text)
+{
+    bool linked = ep->link && !ep->link->dead, idle = hx_providers_idle(ep);
+    if (linked && !idle && now < ep->bye_ns)
+        return false;
+    if (linked)
+        hx_link_send(ep->link, HX_F_BYE, idle, NULL, 0, -1);
+    hx_endpoint_lose(ep, HX_ERR_ABORTED, text);
+    return true;
+}
+
 static bool pending(const hx_endpoint_t *ep)
 {
     return atomic_load(&ep->inflight) || atomic_load(&ep->notes_pending) || atomic_load(&ep->expecting);

@@ -476,6 +476,8 @@ class Engine:
             peer = found
         if not isinstance(peer, Peer):
             raise ConfigError(f"a Peer or the name of one, not {peer!r}")
+        if peer._host is not self:
+            raise ConfigError(f"{peer!r} is a peer of another engine than {self!r}: give this engine's, or its name")
         return bytes.fromhex(peer.incarnation)
 
     # ---- peers ----

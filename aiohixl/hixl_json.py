@@ -50,6 +50,7 @@ def check_comm_res(document: dict[str, Any], what: str) -> tuple[str, frozenset[
         raise ConfigError(f'{what}: needs "version" as a string, such as "1.3", not {version!r}')
     if version != "1.3":
         return version, frozenset()
+    _check_spelling(document, ("version", "net_instance_id", "endpoint_list"), what)
     net = document.get("net_instance_id", "-")
     if not isinstance(net, str) or not net:
         raise ConfigError(f"{what}: net_instance_id is a string that is not empty, not {net!r}")
@@ -61,9 +62,18 @@ def check_comm_res(document: dict[str, Any], what: str) -> tuple[str, frozenset[
     return version, frozenset(_protocol(entry, f"{what}: endpoint_list[{i}]") for i, entry in enumerate(endpoints))
 
 
+def _check_spelling(document: dict[str, Any], known: tuple[str, ...], what: str) -> None:
+    """A newer HIXL may know more keys than we do; one that is nearly one of these is a slip of the pen."""
+    for key in document:
+        near = [] if key in known else difflib.get_close_matches(key, known, 1, 0.75)
+        if near:
+            raise ConfigError(f"{what}: there is no {key!r}; did you mean {near[0]!r}?")
+
+
 def _protocol(entry: object, what: str) -> str:
     if not isinstance(entry, dict):
         raise ConfigError(f"{what}: an object with protocol, comm_id and placement, not {entry!r}")
+    _check_spelling(entry, ("protocol", "comm_id", "placement"), what)
     for key, known in (("protocol", PROTOCOLS), ("placement", _PLACEMENTS)):
         if entry.get(key) not in known:
             raise ConfigError(f"{what}: {key} is one of {', '.join(known)}, not {entry.get(key)!r}")

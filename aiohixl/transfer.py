@@ -111,9 +111,10 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
             self.elapsed = elapsed_ns * 1e-9
             if name != "OK":
                 self._error = self._make_error(name, sys_errno, index, code, detail or "")
-                self.nbytes = nbytes
             if not quiesced:
-                self._origin.quarantine(self)
+                self._origin.quarantine(self)  # which tells how many bytes it was to move
+            if name != "OK":
+                self.nbytes = nbytes
             self._finish()
         elif quiesced:
             self._origin.release(self)

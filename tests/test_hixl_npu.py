@@ -69,6 +69,26 @@ def event(standin: Standin) -> Iterator[Callable[[int], int]]:
 # ---- after= ----
 
 
+@pytest.mark.parametrize("flavour", FLAVOURS)
+async def test_what_has_landed_does_not_wait_for_what_waits(
+    standin: Standin, pair_npu: PairNpu, event: Callable[[int], int], flavour: str
+) -> None:
+    """Somebody asks about posted transfers although the peer's queue holds one that cannot be posted."""
+    standin.set(**FLAVOURS[flavour])
+    a, b, peer = await pair_npu()
+    source, _ = await npu_region(a, 65536, fill=1), await npu_region(b, 65536, "t")
+    remote = await peer.region("t")
+    for _ in range(30):
+        posted = [peer.write(source, remote) for _ in range(2)]
+        waits = peer.write(source[:64], remote[:64], after=event(60_000))
+        async with asyncio.timeout(20):
+            await aiohixl.wait_all(posted)
+        assert not waits.done()
+        waits.cancel()
+        with pytest.raises(aiohixl.TransferAbortedError):
+            await waits
+
+
 @pytest.mark.parametrize("kind", ["write", "many", "read", "noted"])
 @pytest.mark.parametrize("flavour", FLAVOURS)
 async def test_a_transfer_waits_for_the_npu(

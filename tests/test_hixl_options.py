@@ -633,3 +633,12 @@ async def test_copies_of_host_regions() -> None:
         await region.deregister()
         with pytest.raises(aiohixl.RegionError, match="it is deregistered"):
             await region.download()
+
+
+def test_a_misspelt_key_of_local_comm_res() -> None:
+    text = r"LocalCommRes.*there is no 'endpont_list'; did you mean 'endpoint_list'\?"
+    with pytest.raises(ConfigError, match=text):
+        build(hixl_options={"LocalCommRes": {"version": "1.3", "net_instance_id": "pod1", "endpont_list": [ROCE]}})
+    with pytest.raises(ConfigError, match=r"there is no 'protocoll'; did you mean 'protocol'\?"):
+        build(hixl_options=local({**ROCE, "protocoll": "roce"}))
+    build(hixl_options=local(ROCE, future_key=1))  # a newer HIXL's

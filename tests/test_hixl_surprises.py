@@ -385,3 +385,24 @@ async def test_cancelled_transfers_among_others(standin: Standin, pair_npu: Pair
         assert (got[1::2] == round_).all()
         assert (got < 200).all()
     assert cancelled
+
+
+@pytest.mark.parametrize("flavour", ["device", "comm"])
+async def test_a_link_that_stalls_twice_fails_all_that_is_on_it(
+    standin: Standin, pair_npu: PairNpu, flavour: str
+) -> None:
+    """Each in its turn would wait stall_timeout after stall_timeout."""
+    standin.set(**FLAVOURS[flavour])
+    a, b, peer = await pair_npu(stall_timeout=0.4)
+    source, _ = await npu_region(a, 4096, fill=1), await npu_region(b, 4096, "t")
+    remote = await peer.region("t")
+    await peer.write(source, remote)
+    connects = standin.stat("connects")
+    standin.set(hang_device=1)
+    writes = [peer.write(source[i * 64 : i * 64 + 64], remote[i * 64 : i * 64 + 64]) for i in range(20)]
+    with pytest.raises(ExceptionGroup) as failed:
+        await aiohixl.wait_all(writes)
+    assert {type(error) for error in failed.value.exceptions} == {TransferTimeoutError}
+    assert standin.stat("connects") - connects <= 3
+    standin.set(hang_device=0)
+    await peer.write(source, remote)

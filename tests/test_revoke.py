@@ -304,3 +304,12 @@ async def test_contract_03_stopped_and_then_killed(start: Start) -> None:
     link = await other.connect(engine.address)
     await link.write(other.register(np.full(16 << 20, 1, np.uint8)), await link.region("target"))
     assert set(np.unique(view(region))) == {1}
+
+
+async def test_the_peer_of_another_engine_is_refused(pair: Pair) -> None:
+    """Two engines of one process are peers of each other: to give the wrong one's would revoke nothing."""
+    a, b, peer = pair
+    region = await b.allocate(4096, "target")
+    with pytest.raises(aiohixl.ConfigError, match="peer of another engine"):
+        await region.revoke(peer)
+    await region.revoke(a.name)

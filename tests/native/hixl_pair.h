@@ -115,7 +115,8 @@ static inline hx_config_t patient_config(const char *name)
 
 static inline void open_hixl_at(side_t *s, hx_config_t c, int32_t device, const char *address)
 {
-    hx_hixl_config_t hixl = {.binding = BINDING, .library = STANDIN, .local = address, .link = "auto", .device = device};
+    hx_hixl_config_t hixl = {
+        .binding = BINDING, .library = STANDIN, .local = address, .link = "auto", .device = device};
     c.hixl = &hixl;
     side_open(s, &c);
 }
