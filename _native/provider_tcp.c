@@ -115,6 +115,9 @@ static void take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_
     c->stream = stream;
     c->peer = p;
     c->fresh = true;
+    /* The control link, which is asked for signs of life, is the first to say that the peer is gone. */
+    int ms = (int)(t->engine->config.peer_timeout_ns / 500000);
+    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &ms, sizeof ms);
     bool ok = hx_tcp_rx_init(&c->rx, early, n);
     pthread_mutex_lock(&t->mu);
     p->dialing -= p->dialing ? 1 : 0;

@@ -29,7 +29,7 @@ typedef struct {
     uint64_t id, region, rkey, nbytes;
     uint64_t epoch;    /* the newest revocation that the permission of a WRITE or READ knew of */
     uint32_t crc;      /* of the payload */
-    uint32_t head_crc; /* of this head, with both fields 0, and the rows */
+    uint32_t head_crc; /* of this head, with this field 0, and the rows */
 } hx_tcp_head_t;
 
 _Static_assert(sizeof(hx_tcp_head_t) == 64, "wire format");

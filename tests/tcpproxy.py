@@ -21,6 +21,7 @@ import aiohixl
 
 BEHIND = "127.0.0.2"
 FRONT = "127.0.0.1"
+GREETED = 96  # bytes: DATA_ANSWER and DATA_READY
 Tamper = Callable[["Pipe", int, bytes], bytes]
 
 
@@ -120,11 +121,13 @@ class Proxy:
 
     @property
     def data_pipes(self) -> list[Pipe]:
-        return [pipe for pipe in self.pipes if pipe.data and not pipe.over]
+        """Those whose handshake is over."""
+        return [pipe for pipe in self.pipes if pipe.data and not pipe.over and pipe.passed[1] >= GREETED]
 
     def cut_data(self, *, reset: bool = False) -> None:
-        for pipe in self.data_pipes:
-            pipe.cut(reset=reset)
+        for pipe in self.pipes:
+            if pipe.data:
+                pipe.cut(reset=reset)
 
     async def close(self) -> None:
         self._task.cancel()

@@ -31,15 +31,26 @@ static void link_tcp(side_t *a, side_t *b)
     WAIT(a->ready == ra + 1 && b->ready == rb + 1);
 }
 
+/* No bell announces it. */
+#define SOON_EPOCH(side, before)                                              \
+    do {                                                                      \
+        double end_ = seconds() + PATIENCE;                                   \
+        while (hx_endpoint_epoch((side)->ep) == (before) && seconds() < end_) \
+            pump_all(1);                                                      \
+        CHECK(hx_endpoint_epoch((side)->ep) != (before));                     \
+    } while (0)
+
 /* What one engine's thread has sent or received, and the other's answer, are ordered by a socket, which a sanitizer does not
- * see. To revoke nothing makes the control thread take the lock of that thread, and answer us: an order that it does see. */
-static void settle(side_t *s, hx_region_t *region)
+ * see. A revocation is answered when that thread has let go of the bytes, which is an order that it does see. */
+static void settle(side_t *owner, hx_region_t *region, side_t *writer)
 {
     static uint64_t token = 1000;
-    uint64_t none[2] = {0, 0};
+    uint64_t all[2] = {0, NBYTES}, epoch = hx_endpoint_epoch(writer->ep);
     token++;
-    CHECK_EQ(hx_region_revoke(region, NULL, none, 1, token), HX_OK);
-    WAIT(s->done[token].count == 1);
+    CHECK_EQ(hx_region_revoke(region, NULL, all, 1, token), HX_OK);
+    WAIT(owner->done[token].count == 1);
+    CHECK_EQ(hx_region_grant(region, NULL, all, 1), HX_OK);
+    SOON_EPOCH(writer, epoch);
 }
 
 static void test_moves(bool by_unix, bool checksum, uint32_t streams)
@@ -55,18 +66,18 @@ static void test_moves(bool by_unix, bool checksum, uint32_t streams)
     fill(here, NBYTES, 1);
     CHECK_EQ(post_one(&a, HX_WRITE, 1, local, 0, t, 0, NBYTES, NULL), HX_OK);
     WAIT_FINAL(&a, 1, HX_OK);
-    settle(&b, target);
+    settle(&b, target, &a);
     CHECK(!memcmp(here, there, NBYTES));
     fill(there, NBYTES, 2);
     CHECK_EQ(post_one(&a, HX_READ, 2, local, 0, t, 0, NBYTES, NULL), HX_OK);
     WAIT_FINAL(&a, 2, HX_OK);
-    settle(&b, target);
+    settle(&b, target, &a);
     CHECK(!memcmp(here, there, NBYTES));
     /* The side that was dialled uses the same connections. */
     fill(there, NBYTES, 3);
     CHECK_EQ(post_one(&b, HX_WRITE, 3, target, 0, remote(&b, "mine"), 0, NBYTES, NULL), HX_OK);
     WAIT_FINAL(&b, 3, HX_OK);
-    settle(&a, local);
+    settle(&a, local, &b);
     CHECK(!memcmp(here, there, NBYTES));
     enum { ROWS = 10000 };
     static uint64_t lo[ROWS], ro[ROWS];
@@ -84,7 +95,7 @@ static void test_moves(bool by_unix, bool checksum, uint32_t streams)
                         .n = ROWS};
     CHECK_EQ(post_note(&a, 4, "rows", &seg, 1, NULL), HX_OK);
     WAIT(b.nnotes == 1);
-    settle(&b, target);
+    settle(&b, target, &a);
     bool same = true;
     for (uint64_t i = 0; i < ROWS; i++)
         same &= !memcmp(here + lo[i], there + ro[i], 512);
@@ -96,7 +107,7 @@ static void test_moves(bool by_unix, bool checksum, uint32_t streams)
         CHECK_EQ(post_one(&a, i % 2 ? HX_WRITE : HX_READ, 10 + i, local, i * 4096, t, i * 4096, 4096, NULL), HX_OK);
     for (uint64_t i = 0; i < MANY; i++)
         WAIT_FINAL(&a, 10 + i, HX_OK);
-    settle(&b, target);
+    settle(&b, target, &a);
     CHECK(!memcmp(here, there, MANY * 4096));
     /* The owner itself refuses what it has taken back. */
     uint64_t span[2] = {4096, 4096};
