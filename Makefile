@@ -191,7 +191,7 @@ fuzz: $(FUZZ_HARNESSES:%=build/fuzz/$(FUZZ_ENGINE)/%) ## what comes from a netwo
 	done; \
 	test -z "$$failed"
 
-soak: build ## engines that are killed and started again while they transfer (SOAK_SECONDS=600)
+soak: build $(VENV)/.test ## engines that are killed and started again while they transfer (SOAK_SECONDS=600)
 	$(BIN)/python tests/soak/soak.py $(SOAK_SECONDS)
 
 define FUZZER

@@ -327,8 +327,10 @@ static void shut_down(hx_clock_t *clock)
         pthread_mutex_lock(&engine->regions_mu);
         for (r = engine->regions; r && !r->wanted; r = r->next)
             ;
-        if (r)
-            r->wanted = r->announced = false;
+        if (r) {
+            r->wanted = false;
+            r->announced = false;
+        }
         pthread_mutex_unlock(&engine->regions_mu);
         if (!r)
             break;

@@ -194,8 +194,10 @@ void hx_frames_send_table(hx_link_t *link)
 
 void hx_frames_announce(hx_engine_t *engine, hx_region_t *const *list, size_t n)
 {
-    for (size_t i = 0; i < n; i++)
-        list[i]->announced = list[i]->was_announced = true;
+    for (size_t i = 0; i < n; i++) {
+        list[i]->was_announced = true;
+        list[i]->announced = true;
+    }
     for (hx_link_t *link = engine->control.links; link; link = link->next)
         if (!link->dead && link->state == HX_LINK_UP)
             send_entries(link, list, n);

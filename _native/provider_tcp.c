@@ -45,16 +45,49 @@ static void watch(hx_tcp_t *t, hx_tconn_t *c, int op)
 }
 
 /* A peer that dies takes its data connections along, and the control thread hears of it a moment later: until then it is
- * not known whether a transfer has lost its connection or its peer. Its memory is left alone already. */
+ * not known whether a transfer has lost its connection or its peer. The source is left alone already. What a WRITE had on its
+ * way may still be received, until the peer has ended the old connection, which it does before it takes a new one: only then
+ * may its blocks be used again, which the aborted note tells, and so that note waits. */
 static void resolve(hx_tconn_t *c, hx_tdone_t *done)
 {
-    bool over = hx_now_ns() >= c->limbo_ns || c->peer->t->stopping || c->peer->released ||
-                atomic_load(&c->peer->ep->state) != HX_EP_UP;
+    hx_tpeer_t *p = c->peer;
+    uint64_t now = hx_now_ns();
+    bool gone = p->t->stopping || p->released || atomic_load(&p->ep->state) != HX_EP_UP;
     for (hx_treq_t *r = c->reqs_head, *next; r; r = next) {
         next = r->next;
         r->unsent = false;
-        if (over || hx_op_verdict(r->op) != HX_OK)
-            hx_tcp_answered(r, HX_ERR_CONNECTION, done);
+        if (!gone && now < c->limbo_ns && hx_op_verdict(r->op) == HX_OK)
+            continue;
+        if (p->dirty & 1u << c->stream && r->op->kind == HX_WRITE && r->op->note) {
+            hx_note_t *note = r->op->note;
+            r->op->note = NULL;
+            note->aborted = true;
+            note->next = p->held;
+            p->held = note;
+            p->held_ns = now + p->t->engine->config.handshake_timeout_ns;
+        }
+        hx_tcp_answered(r, HX_ERR_CONNECTION, done);
+    }
+}
+
+static void free_notes(hx_tpeer_t *p)
+{
+    for (hx_note_t *note; (note = p->held);) {
+        p->held = note->next;
+        free(note);
+    }
+}
+
+static void release_notes(hx_tpeer_t *p, uint64_t now)
+{
+    bool lost = atomic_load(&p->ep->state) != HX_EP_UP;
+    if (!p->held || (p->dirty && !lost && now < p->held_ns))
+        return;
+    for (hx_note_t *note; (note = p->held);) {
+        p->held = note->next;
+        note->next = NULL;
+        if (!hx_endpoint_push_note(p->ep, note))
+            free(note);
     }
 }
 
@@ -146,43 +179,54 @@ static void dial_failed(hx_endpoint_t *ep)
     pthread_mutex_lock(&p->t->mu);
     p->dialing -= p->dialing ? 1 : 0;
     p->failures++;
-    p->not_before_ns = hx_now_ns() + RETRY_NS;
+    unsigned doubled = p->failures < 7 ? p->failures - 1 : 6; /* so that an idle engine is nearly silent */
+    p->not_before_ns = hx_now_ns() + (RETRY_NS << doubled);
     pthread_mutex_unlock(&p->t->mu);
     hx_tcp_wake(p->t);
 }
 
-/* Connections that are missing and wanted. Answers when to look again; 0: no need. */
+static void fail_queued(hx_tpeer_t *p, hx_tdone_t *done)
+{
+    for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
+        op->queued = false;
+        hx_op_fail(op, HX_ERR_CONNECTION, ECONNREFUSED, 0, "no data connection can be made");
+        hx_tcp_maybe_done(op, done);
+    }
+}
+
+/* Connections that are missing and wanted: opened anew, by the side that opened the first, with growing pauses. What waits for
+ * them fails after a while. Answers when to look again; 0: no need. */
 static uint64_t dial(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
 {
     bool wanted = !p->released && atomic_load(&p->ep->state) == HX_EP_UP;
-    if (p->open || !p->runq.head || !wanted)
-        p->failures = p->open ? 0 : p->failures;
-    /* The other side opens them, and cannot, or does not. */
-    bool waited = !p->dials && now > p->idle_ns + p->t->engine->config.handshake_timeout_ns;
-    if (p->runq.head && !p->open && (p->failures >= DIAL_TRIES || waited)) {
-        for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
-            op->queued = false;
-            hx_op_fail(op, HX_ERR_CONNECTION, ECONNREFUSED, 0, "no data connection can be made");
-            hx_tcp_maybe_done(op, done);
-        }
+    bool usable = p->open && !p->dirty;
+    uint64_t patience = p->t->engine->config.handshake_timeout_ns;
+    if (usable)
         p->failures = 0;
+    if (p->runq.head && !usable && wanted) {
+        if (p->dials ? p->failures >= DIAL_TRIES : now > p->idle_ns + patience)
+            fail_queued(p, done);
     }
-    if (!p->dials || !wanted || p->open + p->dialing >= p->streams)
+    if (!wanted || p->open >= p->streams)
         return 0;
+    if (!p->dials)
+        return p->runq.head ? p->idle_ns + patience + 1000000 : 0;
+    if (p->dialing)
+        return 0; /* the next one when this is there */
     if (now < p->not_before_ns)
-        return p->runq.head ? p->not_before_ns : 0;
+        return p->not_before_ns;
     for (unsigned i = 0; i < p->streams; i++) {
-        if (p->conns[i] || p->dialing > i)
+        if (p->conns[i])
             continue;
         hx_command_t *cmd = hx_command_new(HX_CMD_DIAL, NULL, 0);
         if (!cmd)
-            return 0;
+            return now + RETRY_NS;
         hx_endpoint_ref(p->ep);
         cmd->ep = p->ep;
         cmd->value = i;
         p->dialing++;
         hx_command_push(p->t->engine, cmd);
-        break; /* the next one when this is there */
+        break;
     }
     return 0;
 }
@@ -302,9 +346,10 @@ static void *run(void *arg)
         hx_tdone_t done = {NULL};
         uint64_t count, now = hx_now_ns(), due = 0;
         /* The ring first, then the mark, then the queues: who comes after the mark rings again, and is not read away. */
-        if (read(t->wake_fd, &count, sizeof count) < 0) {
-            /* nobody has rung */
-        }
+        for (int i = 0; i < n; i++)
+            if (!events[i].data.ptr && read(t->wake_fd, &count, sizeof count) < 0) {
+                /* read away by an earlier look */
+            }
         atomic_store(&t->awake, false);
         pthread_mutex_lock(&t->mu);
         for (int i = 0; i < n; i++) {
@@ -328,6 +373,8 @@ static void *run(void *arg)
             if (swept)
                 sweep(p, now, &done);
             hx_tcp_pump(p, &done);
+            release_notes(p, now);
+            live |= p->held != NULL;
             uint64_t at = dial(p, now, &done);
             due = at && (!due || at < due) ? at : due;
             live |= p->runq.head != NULL;
@@ -336,7 +383,8 @@ static void *run(void *arg)
         bool more = false;
         for (hx_tconn_t *c = t->conns; c; c = c->next) {
             live |= c->reqs_head != NULL;
-            due = c->fd < 0 && c->reqs_head && (!due || c->limbo_ns < due) ? c->limbo_ns : due;
+            uint64_t look = now < c->limbo_ns ? c->limbo_ns : now + SWEEP_NS;
+            due = c->fd < 0 && c->reqs_head && (!due || look < due) ? look : due;
             more |= c->fd >= 0 && c->out_head && !c->want_write; /* its turn was over before its queue was */
         }
         free_closed(t, &done);
@@ -414,6 +462,7 @@ static void close_tcp(hx_engine_t *engine, void *state)
     (void)engine;
     for (hx_tpeer_t *p; (p = t->peers);) {
         t->peers = p->next;
+        free_notes(p);
         free(p);
     }
     free(t->reqs);
@@ -583,6 +632,7 @@ static void forget(hx_endpoint_t *ep)
             break;
         }
     pthread_mutex_unlock(&t->mu);
+    free_notes(p);
     free(p);
 }
 

@@ -94,6 +94,8 @@ struct hx_tpeer {
      * sent to the peer before the stream is open again: the peer ends the old one before it takes the new one. */
     uint32_t dirty;
     uint64_t not_before_ns, idle_ns; /* idle: since when there is no connection */
+    hx_note_t *held;                 /* aborted ones, until the bytes that they speak of can come no more; */
+    uint64_t held_ns;                /* at the latest then */
     hx_tconn_t *conns[HX_TCP_STREAMS_MAX];
     unsigned turn;
     hx_opq_t runq;

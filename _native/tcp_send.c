@@ -255,20 +255,63 @@ static bool revoked(const hx_op_t *op)
     return false; /* the rest is the owner's to say, and it says it for each message */
 }
 
-static int destination_order(const void *pa, const void *pb)
+static uint64_t destination(const hx_op_t *op, const hx_desc_t *d)
 {
-    const hx_desc_t *a = pa, *b = pb;
-    return a->remote_off < b->remote_off ? -1 : a->remote_off > b->remote_off;
+    return op->kind == HX_WRITE ? d->remote_off : d->local_off;
+}
+
+/* Rows have no order, and bytes are scattered fastest in that of the memory. By those bytes of the offset that differ at
+ * all: qsort() takes a tenth of the time that the rows take on the way. */
+static void sort_rows(const hx_op_t *op, hx_desc_t *rows, size_t n)
+{
+    uint64_t differ = 0;
+    bool sorted = true;
+    for (size_t i = 1; i < n; i++) {
+        differ |= destination(op, &rows[i]) ^ destination(op, &rows[0]);
+        sorted &= destination(op, &rows[i - 1]) <= destination(op, &rows[i]);
+    }
+    hx_desc_t *from = rows, *to = sorted ? NULL : malloc(n * sizeof *to), *spare = to;
+    if (!to)
+        return; /* which only costs time */
+    for (unsigned shift = 0; shift < 64; shift += 8) {
+        size_t at[256] = {0}, sum = 0;
+        if (!(differ >> shift & 255))
+            continue;
+        for (size_t i = 0; i < n; i++)
+            at[destination(op, &from[i]) >> shift & 255]++;
+        for (size_t i = 0; i < 256; i++) {
+            size_t count = at[i];
+            at[i] = sum;
+            sum += count;
+        }
+        for (size_t i = 0; i < n; i++)
+            to[at[destination(op, &from[i]) >> shift & 255]++] = from[i];
+        hx_desc_t *was = from;
+        from = to;
+        to = was;
+    }
+    if (from != rows)
+        memcpy(rows, from, n * sizeof *rows);
+    free(spare);
 }
 
 static void check_rows(hx_op_t *op)
 {
-    hx_status_t status = hx_op_check_overlap(op);
+    size_t nbytes = op->ndescs * sizeof *op->descs;
+    hx_desc_t *asked = op->ndescs > 1 ? malloc(nbytes) : NULL;
+    if (asked) {
+        memcpy(asked, op->descs, nbytes);
+        for (size_t part = 0, first = 0; part < op->nparts; first = op->parts[part++].end)
+            sort_rows(op, op->descs + first, op->parts[part].end - first);
+    }
+    hx_status_t status = hx_op_check_overlap(op); /* which need not sort any more */
+    if (status == HX_ERR_OVERLAP && asked) {
+        memcpy(op->descs, asked, nbytes); /* of which row is it, as they were given? */
+        status = hx_op_check_overlap(op);
+    }
+    free(asked);
     if (status != HX_OK)
         hx_op_fail(op, status, 0, 0, NULL);
-    /* Rows have no order; the receiver scatters fastest in that of its memory. */
-    for (size_t part = 0, first = 0; part < op->nparts && status == HX_OK; first = op->parts[part++].end)
-        qsort(op->descs + first, op->parts[part].end - first, sizeof *op->descs, destination_order);
     op->prepared = true;
     atomic_store(&op->stage, HX_STAGE_ACTIVE);
 }

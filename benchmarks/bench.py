@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_hixl
+import bench_tcp
 import numpy as np
 import uvloop
 
@@ -215,10 +216,14 @@ def main() -> int:
     parser.add_argument("--inline", action="store_true", help="only show where inline copies stop paying")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--hixl", action="store_true", help="what awaiting costs with HIXL, over the stand-in")
+    parser.add_argument("--tcp", action="store_true", help="the tcp transport beside plain C on TCP sockets")
     bench_hixl.add_arguments(parser)
+    bench_tcp.add_arguments(parser)
     args = parser.parse_args()
     if args.hixl:
         return bench_hixl.run(args)
+    if args.tcp:
+        return bench_tcp.run(args)
     if args.peer:
         uvloop.run(peer_main())
         return 0

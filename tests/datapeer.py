@@ -267,7 +267,7 @@ class DataLink:
     def read(self, remote: Remote, rows: Rows, ident: int = 2, **fields: int) -> bytes | int:
         """The bytes, or the status."""
         fields = {"region": remote.id, "rkey": remote.rkey, **fields}
-        self.send(message(READ, ident, rows, **fields))
+        self.send(message(READ, ident, rows, b"", **fields))
         head = self.head()
         assert head.id == ident
         return self.payload(head) if head.type == DATA else head.status

@@ -166,7 +166,7 @@ def test_secrets() -> None:
         ([5], "there is no 5"),
         (["verbs"], "'verbs' is not available"),
         (["hixl", "verbs"], "'verbs' is not available"),
-        (["tcp"], "'tcp' is not available"),
+        (["tcp", "tpc"], "did you mean 'tcp'"),
     ],
 )
 def test_transports_that_are_not_there(value: Any, why: str) -> None:
@@ -509,3 +509,15 @@ async def test_no_private_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(aiohixl.ConfigError, match="remove it, or set XDG_RUNTIME_DIR or TMPDIR") as refused:
         await aiohixl.Engine("x").start()
     assert str(refused.value).count("/tmp/aiohixl-") == 1
+
+
+@pytest.mark.parametrize("streams", [0, 17, True, 1.0, "2"])
+def test_streams(streams: object) -> None:
+    with pytest.raises(aiohixl.ConfigError, match="streams: a whole number from 1 to 16"):
+        aiohixl.Engine("x", streams=streams)
+
+
+@pytest.mark.parametrize("checksum", [1, None, "yes"])
+def test_checksum(checksum: object) -> None:
+    with pytest.raises(aiohixl.ConfigError, match="checksum: True or False"):
+        aiohixl.Engine("x", checksum=checksum)

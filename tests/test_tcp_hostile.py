@@ -297,7 +297,7 @@ async def test_contract_10_wrong_answers(siege: Siege, kind: str, answer: Answer
             link.payload(question.head)
         link.send(answer(question.head.id))
         assert link.ended()
-        with pytest.raises(aiohixl.TransferError, match="a part of the bytes may have landed") as caught:
+        with pytest.raises(aiohixl.TransferError, match=r"a part .*may have landed") as caught:
             await question.transfer
         assert type(caught.value) is aiohixl.TransferError
         assert bytes(question.back) == bytes(4096)

@@ -342,6 +342,39 @@ int LLVMFuzzerInitialize(int *argc, char ***argv)
     return 0;
 }
 
+/* Our end of a new data connection. */
+static int connection(const uint8_t *early, size_t n)
+{
+    int ends[2];
+    MUST(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    MUST(fcntl(ends[0], F_SETFL, O_NONBLOCK) == 0);
+    hx_providers_take_socket(b.ep, ends[0], 0, early, n);
+    return ends[1];
+}
+
+static void hang_up(int fd)
+{
+    shutdown(fd, SHUT_WR);
+    while (hear(fd))
+        wait_on(fd, POLLIN);
+    close(fd);
+}
+
+/* The connection that they were asked on is gone. That nothing of a write is on its way any more shows when its stream is
+ * connected again. */
+static void settle_questions(const uint64_t handles[QUESTIONS])
+{
+    for (unsigned i = 0; i < QUESTIONS; i++)
+        hx_cancel(b.engine, handles[i]);
+    output_len = 0;
+    int fd = connection(NULL, 0);
+    for (unsigned i = 0; i < QUESTIONS; i++) {
+        WAIT(atomic_load(&b.of[i].finals) == 1);
+        MUST(b.of[i].status != HX_OK || answered[i]);
+    }
+    hang_up(fd);
+}
+
 /* Two operations whose answers the input may hold: a read of 300 bytes in three rows, a write of 100. */
 static void ask(int fd, uint64_t handles[QUESTIONS])
 {
@@ -369,7 +402,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     static const size_t early_sizes[] = {0, 20, sizeof(hx_tcp_head_t) + 1, 600};
     bool answers, good = false;
     uint64_t handles[QUESTIONS];
-    int ends[2];
     if (!size)
         return 0;
     size_t zeros = data[0] & 8 ? ZEROS : 0, n = size - 1 + zeros, early = early_sizes[data[0] & 3],
@@ -382,17 +414,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     mind_control();
     output_len = nquestions = 0;
     alive = false;
-    MUST(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-    MUST(fcntl(ends[0], F_SETFL, O_NONBLOCK) == 0);
     early = answers || early > n ? 0 : early; /* questions come first, so answers cannot come with the handshake */
     if (!answers)
         good = resolve(bytes, n, &answers);
-    hx_providers_take_socket(b.ep, ends[0], 0, bytes, early);
+    int fd = connection(bytes, early);
     if (answers) {
-        ask(ends[1], handles);
+        ask(fd, handles);
         good = resolve(bytes, n, &answers);
     }
-    bool up = say(ends[1], bytes + early, n - early, piece);
+    bool up = say(fd, bytes + early, n - early, piece);
     if (good) { /* then it must have been understood to its end */
         uint8_t last[sizeof question_for_life + sizeof(hx_tcp_row_t)];
         hx_tcp_head_t h = question_for_life;
@@ -401,20 +431,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         h.rkey = regions[RO]->rkey;
         memcpy(last, &h, sizeof h);
         memcpy(last + sizeof h, &row, sizeof row);
-        MUST(up && say(ends[1], last, sizeof last, SIZE_MAX));
+        MUST(up && say(fd, last, sizeof last, SIZE_MAX));
         while (!alive)
-            MUST(wait_on(ends[1], POLLIN) && hear(ends[1]));
+            MUST(wait_on(fd, POLLIN) && hear(fd));
     }
-    shutdown(ends[1], SHUT_WR);
-    while (hear(ends[1]))
-        wait_on(ends[1], POLLIN);
-    close(ends[1]);
+    hang_up(fd);
     if (answers)
-        for (unsigned i = 0; i < QUESTIONS; i++) {
-            hx_cancel(b.engine, handles[i]);
-            WAIT(atomic_load(&b.of[i].finals) == 1);
-            MUST(b.of[i].status != HX_OK || answered[i]);
-        }
+        settle_questions(handles);
     check_memory();
     MUST(!failures);
     free(bytes);

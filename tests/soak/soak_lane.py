@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 SIZE = 1 << 20  # bytes of a lane
 SCRIBBLE = 0xEE  # over each buffer once its transfer has ended: what goes out late shows, and what comes in late
 CHECK_TOPIC, OK_TOPIC = "check", "ok"
+PATIENCE = 30.0  # seconds; only a failure waits so long
 
 
 def view(region: Any) -> Bytes:
@@ -55,6 +57,36 @@ def compare(got: Bytes, expected: Bytes, what: str, other: Bytes | None = None) 
         )
 
 
+class Answers:
+    """What peers say once they have looked at the bytes of a note."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    @contextlib.contextmanager
+    def expected(self, ident: int) -> Iterator[asyncio.Future[None]]:
+        future = self._waiting[ident] = asyncio.get_running_loop().create_future()
+        try:
+            yield future
+        finally:
+            del self._waiting[ident]
+
+    def came(self, ident: int) -> None:
+        future = self._waiting.get(ident)
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def wait(self, answer: asyncio.Future[None], peer: aiohixl.Peer) -> None:
+        """Until it is there, or the peer is lost (`PeerLostError`)."""
+        for _ in range(int(PATIENCE * 10)):
+            done, _ = await asyncio.wait([answer], timeout=0.1)
+            if done:
+                return
+            if peer.is_lost:
+                await peer.notify(b"", topic=OK_TOPIC)  # raises what there is to say
+        raise WrongByteError(f"a note was delivered to {peer.name}, and never came out there")
+
+
 class Lane:
     """Random transfers, one after the other, each checked. `source` and `sink` are spans of this lane's alone."""
 
@@ -66,7 +98,7 @@ class Lane:
         scratch: aiohixl.Region,
         scratch_at: int,
         tally: collections.Counter[str],
-        answer: Callable[[int], Awaitable[None]],
+        answers: Answers,
     ) -> None:
         self._peer, self._remote, self._base = peer, remote, base
         self._scratch, self._source_at, self._sink_at = scratch, scratch_at, scratch_at + SIZE
@@ -75,7 +107,7 @@ class Lane:
         self._sink = memory[self._sink_at : self._sink_at + SIZE]
         self._expected = np.zeros(SIZE, np.uint8)
         self._tally = tally
-        self._answer = answer
+        self._answers = answers
         self._dice = random.Random()
 
     async def run(self) -> None:
@@ -166,10 +198,11 @@ class Lane:
         offset, nbytes = self._span()
         new, ident = self._fill(offset, nbytes)
         said = {"at": self._base + offset, "offset": offset, "nbytes": nbytes, "ident": ident}
-        await self._ended(self._post(offset, nbytes, json.dumps(said).encode()), self._source)
-        self._expected[offset : offset + nbytes] = new
-        self._tally["bytes"] += nbytes
-        await self._answer(ident)
+        with self._answers.expected(ident) as answer:  # it may come before we hear that the note was delivered
+            await self._ended(self._post(offset, nbytes, json.dumps(said).encode()), self._source)
+            self._expected[offset : offset + nbytes] = new
+            self._tally["bytes"] += nbytes
+            await self._answers.wait(answer, self._peer)
 
     async def cancelled_write(self) -> None:
         """What has landed is a part of it, and no more comes."""
