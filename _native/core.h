@@ -349,7 +349,7 @@ struct hx_endpoint {
     uint32_t hixl_asked;          /* the connection that it was asked for; its poster only */
     _Atomic uint32_t hixl_proven; /* the connection whose other end is known to be this peer (hixl_peer.c) */
     hx_endpoint_t *answer_next;   /* of a raw one that waits for the outcome of Connect */
-    uint64_t bye_ns; /* closing: when the goodbye is said at the latest; control thread only */
+    uint64_t bye_ns;              /* closing: when the goodbye is said at the latest; control thread only */
     _Atomic bool closing;         /* nothing more is started: its last words are being said */
     _Atomic uint32_t posters;     /* threads inside hx_post */
     bool raw;                     /* an engine of HIXL's own: no control link */

@@ -72,8 +72,8 @@ struct hx_hpeer {
     uint32_t connection;                 /* counts them; 0: none yet */
     uint64_t local_seen, remote_seen;    /* what was registered, and known of the peer's, when it connected */
     bool recall;                         /* disconnect: something must be taken back, or the link is latched */
-    unsigned stalls; /* links in a row on which something stalled and nothing landed */
-    bool stalled;    /* why this one is taken down */
+    unsigned stalls;                     /* links in a row on which something stalled and nothing landed */
+    bool stalled;                        /* why this one is taken down */
     bool latched;                        /* a request has failed: the library refuses all others of the peer */
     bool eager;                          /* connect without waiting for the next operation */
     uint64_t note_due_ns, notes_full_ns; /* when the next note is tried; since when there is no room for it */

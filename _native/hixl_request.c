@@ -12,7 +12,7 @@
 
 #include "hixl_core.h"
 
-#define STALLS 2 /* links of a peer's that stall one after the other, until all that is on them fails */
+#define STALLS 2             /* links of a peer's that stall one after the other, until all that is on them fails */
 #define LOST_NS 300000000ull /* a lost peer's operations are reported after so long, whatever the library does */
 
 /* ---- lists ---- */
