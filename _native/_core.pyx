@@ -310,8 +310,8 @@ cdef class Engine:
         hx.hx_engine_forked(self.engine)
 
 
-# What `hixl` has under the names of hx_hixl_config_t. Its bytes must outlive the use of `library`, and so must the array
-# that is answered.
+# What `hixl` has under the names of hx_hixl_config_t. Its bytes must outlive the use of `library`, and so must the
+# array that is answered.
 cdef const char **fill_hixl(hx.hx_hixl_config_t *library, dict hixl) except NULL:
     cdef list options = hixl["options"]
     cdef size_t i, n = len(options)
