@@ -161,7 +161,7 @@ cdef class Engine:
             elif key == "streams":
                 config.streams = value
             elif key == "checksum":
-                config.checksum = value
+                config.checksum = 1 if value else 0
             elif key == "cancel_grace_ns":
                 config.cancel_grace_ns = value
             else:
