@@ -534,15 +534,13 @@ const char *hx_endpoint_link(const hx_endpoint_t *ep)
 
 void hx_engine_expect_notifies(hx_engine_t *engine, int change)
 {
-    for (size_t i = 0; i < sizeof engine->provider_state / sizeof engine->provider_state[0]; i++) {
-        hx_hixl_t *h = engine->provider_state[i];
-        if (!h || hx_in_child(engine))
-            continue;
-        pthread_mutex_lock(&h->mu);
-        h->notify_wanted += (uint32_t)change;
-        pthread_mutex_unlock(&h->mu);
-        hx_bell_ring(&h->poll_bell, 1);
-    }
+    hx_hixl_t *h = hx_provider_state(engine, &hx_provider_hixl);
+    if (!h || hx_in_child(engine))
+        return;
+    pthread_mutex_lock(&h->mu);
+    h->notify_wanted += (uint32_t)change;
+    pthread_mutex_unlock(&h->mu);
+    hx_bell_ring(&h->poll_bell, 1);
 }
 
 /* ---- copies to and from the device ---- */
@@ -579,9 +577,7 @@ static void run_copy(hx_hixl_t *h, hx_hjob_t *job)
 hx_status_t hx_region_copy(hx_region_t *region, uint64_t offset, void *host, uint64_t nbytes, bool upload,
                            uint64_t token)
 {
-    hx_hixl_t *h = NULL;
-    for (size_t i = 0; i < sizeof region->engine->provider_state / sizeof region->engine->provider_state[0]; i++)
-        h = region->engine->provider_state[i] ? region->engine->provider_state[i] : h;
+    hx_hixl_t *h = hx_provider_state(region->engine, &hx_provider_hixl);
     if (region->kind != HX_KIND_DEVICE || offset > region->nbytes || nbytes > region->nbytes - offset)
         return HX_ERR_BOUNDS;
     if (!h || atomic_load(&region->engine->stopping))

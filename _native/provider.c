@@ -31,6 +31,16 @@ static bool is_open(const hx_engine_t *engine, size_t i)
     return engine->provider_open & 1u << i;
 }
 
+_Static_assert(COUNT <= sizeof((hx_engine_t *)0)->provider_state / sizeof(void *), "a state for each provider");
+
+void *hx_provider_state(const hx_engine_t *engine, const hx_provider_t *provider)
+{
+    for (size_t i = 0; i < COUNT; i++)
+        if (providers[i] == provider)
+            return engine->provider_state[i];
+    return NULL;
+}
+
 /* Runs the statement for each open provider that has the hook, as `p` with its `state`. */
 #define FOR_EACH_WITH(hook, engine, statement)            \
     for (size_t i_ = 0; i_ < COUNT; i_++)                 \

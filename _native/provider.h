@@ -81,6 +81,8 @@ const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *loc
                                        char text[HX_TEXT_MAX]);
 /* The first provider that carries all parts of an operation, or NULL. */
 const hx_provider_t *hx_provider_choose(const hx_op_t *op);
+/* What that provider keeps of this engine, or NULL: not open. Every provider has its own; never take another's for it. */
+void *hx_provider_state(const hx_engine_t *engine, const hx_provider_t *provider);
 hx_status_t hx_providers_open(hx_engine_t *engine, char text[HX_TEXT_MAX]);
 void hx_providers_stop(hx_engine_t *engine);
 void hx_providers_close(hx_engine_t *engine);

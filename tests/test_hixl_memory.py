@@ -234,3 +234,13 @@ async def test_npu_memory_is_the_npus(standin: Standin, start_npu: StartNpu) -> 
     with pytest.raises(RegionError, match="deregistered"):
         await region.download()
     assert standin.stat("allocations") == 0
+
+
+@pytest.mark.parametrize("transports", [["auto"], ["hixl", "tcp"], ["shm", "hixl", "tcp"]])
+async def test_npu_memory_beside_other_transports(start_npu: StartNpu, transports: list[str]) -> None:
+    """What only HIXL knows is asked of HIXL, whatever else the engine has opened."""
+    a, b = [await start_npu(name, npu, transports=transports) for npu, name in enumerate("ab")]
+    source, target = await npu_region(a, MIB, fill=5), await npu_region(b, MIB, "t")
+    peer = await a.connect(b.address)
+    await peer.write(source, await peer.region("t"))
+    assert ((await bytes_of(target)) == 5).all()

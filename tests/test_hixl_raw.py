@@ -160,6 +160,15 @@ async def test_notifies_both_ways(standin: Standin, program: Program, start_npu:
     assert program.ask("disconnect", a.hixl_address) == "0"
 
 
+async def test_notifies_beside_other_transports(program: Program, start_npu: StartNpu) -> None:
+    a = await start_npu("a", transports=["auto"])
+    assert program.ask("connect", a.hixl_address) == "0"
+    waiting = asyncio.ensure_future(a.notifies().get())
+    assert program.ask("notify", a.hixl_address, "first", "one") == "0"
+    assert await waiting == Notify("first", "one")
+    assert program.ask("disconnect", a.hixl_address) == "0"
+
+
 async def test_what_hixl_does_not_take(program: Program, start_npu: StartNpu) -> None:
     a = await start_npu("a")
     peer = await a.connect_raw(program.address, regions=program.regions)

@@ -152,7 +152,9 @@ static void test_raw(void)
     char address[64];
     /* The other is an engine of the library's own, as a C++ program has it; here one of ours, found by its address only. */
     free_address(address);
-    open_hixl_at(&b, hixl_config("raw-b"), 1, address);
+    hx_config_t with_tcp = hixl_config("raw-b"); /* whose state must not be taken for hixl's */
+    with_tcp.transports |= HX_TRANSPORT_TCP;
+    open_hixl_at(&b, with_tcp, 1, address);
     hx_region_t *local = lend_and_wait(&a, here, NBYTES, NULL), *target = lend_and_wait(&b, there, NBYTES, NULL);
     hx_raw_region_t regions[] = {{"kv", (uintptr_t)there, NBYTES, false}};
     CHECK_EQ(hx_connect_raw(a.engine, address, regions, 1, 7), HX_OK);
