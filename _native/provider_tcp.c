@@ -318,6 +318,8 @@ static void serve(hx_tcp_t *t, hx_tconn_t *c, uint32_t events, hx_tdone_t *done)
         pthread_mutex_unlock(&t->mu);
         ok = hx_tcp_receive(c, done);
         pthread_mutex_lock(&t->mu);
+        if (!ok)
+            memcpy(c->why, c->rx.why, sizeof c->why);
     }
     if (!ok || c->broken)
         close_conn(c, done);

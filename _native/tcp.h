@@ -63,6 +63,7 @@ typedef struct {
     hx_region_t *region; /* of a WRITE: acquired */
     hx_treq_t *req;      /* of DATA; NULL: nobody wants it any more */
     bool active;         /* region and rows are valid: under mu */
+    char why[128];       /* it failed; the connection's own is under mu */
 } hx_trx_t;
 
 struct hx_tconn {
@@ -77,7 +78,7 @@ struct hx_tconn {
     uint64_t limbo_ns;           /* closed, with requests: until then the peer's loss may still be the reason */
     hx_trx_t rx;
     uint32_t owed; /* answers that the peer has not taken */
-    char why[128];
+    char why[128]; /* all of it under mu, but for rx */
 };
 
 struct hx_tpeer {
@@ -141,7 +142,7 @@ void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done);
 void hx_tcp_row(const hx_op_t *op, const hx_batch_t *b, size_t i, uint64_t *from, uint64_t *to);
 
 /* tcp_receive.c; progress thread, not under mu */
-bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done); /* false: the connection has failed */
+bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done); /* false: the connection has failed, and rx.why says why */
 bool hx_tcp_rx_init(hx_trx_t *rx, const uint8_t *early, size_t n);
 void hx_tcp_rx_free(hx_trx_t *rx);
 

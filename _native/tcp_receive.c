@@ -44,7 +44,7 @@ void hx_tcp_rx_free(hx_trx_t *rx)
 
 static bool broken(hx_tconn_t *c, const char *what)
 {
-    snprintf(c->why, sizeof c->why, "the peer broke the data protocol: %s", what);
+    snprintf(c->rx.why, sizeof c->rx.why, "the peer broke the data protocol: %s", what);
     return false;
 }
 
@@ -135,15 +135,15 @@ static bool begin(hx_tconn_t *c, hx_tdone_t *done)
     /* It may know of no revocation that we have not made; one from the future would pass them all. */
     if (h->epoch > atomic_load(&c->peer->ep->denied.newest))
         return broken(c, "a permission from the future");
-    if (c->owed > OWED_MAX || c->unsent > UNSENT_MAX)
-        return broken(c, "it asks for more than it reads");
     rx->niov = rx->at = 0;
     rx->left = h->type == HX_TCP_READ ? 0 : h->nbytes;
     rx->crc = 0;
     rx->status = HX_OK;
     bool ok = true;
     pthread_mutex_lock(&t->mu);
-    if (h->type == HX_TCP_WRITE) {
+    if (c->owed > OWED_MAX || c->unsent > UNSENT_MAX) {
+        ok = broken(c, "it asks for more than it reads");
+    } else if (h->type == HX_TCP_WRITE) {
         rx->status = admit(c, h, rx->rows, HX_ACCESS_WRITE, &rx->region);
         rx->active = rx->region != NULL;
         for (uint32_t i = 0; i < h->nrows && rx->region; i++)
@@ -294,7 +294,7 @@ bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done)
         }
         ssize_t got = readv(c->fd, iov, (int)n);
         if (got == 0) {
-            snprintf(c->why, sizeof c->why, "the peer closed the data connection");
+            snprintf(rx->why, sizeof rx->why, "the peer closed the data connection");
             return false;
         }
         if (got < 0 && errno == EINTR)
@@ -302,7 +302,7 @@ bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done)
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return true;
         if (got < 0) {
-            snprintf(c->why, sizeof c->why, "the data connection broke: %.80s", strerror(errno));
+            snprintf(rx->why, sizeof rx->why, "the data connection broke: %.80s", strerror(errno));
             return false;
         }
         if (rx->state == RX_PAYLOAD && rx->req)
