@@ -110,6 +110,13 @@ struct hx_op {
     uint32_t hold_action;
 };
 
+/* Bytes [*from, *to) of row i of the operation that belong to the batch. */
+static inline void hx_op_row(const hx_op_t *op, const hx_batch_t *b, size_t i, uint64_t *from, uint64_t *to)
+{
+    *from = i == b->first ? b->first_off : 0;
+    *to = i == b->last - 1 && b->last_end ? b->last_end : op->descs[i].nbytes;
+}
+
 typedef enum { HX_REPORT_NONE, HX_REPORT_EARLY, HX_REPORT_EARLY_TAKEN, HX_REPORT_FINAL } hx_report_t;
 
 hx_status_t hx_op_pool_init(hx_engine_t *engine);

@@ -24,7 +24,6 @@
 #define HX_HIXL_TRIES 3 /* of a post that is refused because of the link, not of its rows */
 #define HX_HIXL_ADDRESS_MAX 128
 #define HX_HIXL_REGISTRATIONS 4096 /* the library's limit */
-#define HX_HIXL_NOTIFY_MAX 1024    /* bytes of a name, and of a text */
 
 typedef struct hx_hixl hx_hixl_t;
 typedef struct hx_hreq hx_hreq_t;
@@ -170,13 +169,6 @@ void hx_hixl_push_job(hx_hixl_t *h, hx_hjob_t *job);
 const char *hx_hixl_code_name(uint32_t code);
 /* aclGetRecentErrMsg of this thread, on one line; "" if there is none. */
 void hx_hixl_recent_error(const hx_hixl_t *h, char text[HX_TEXT_MAX]);
-
-/* Bytes [*from, *to) of row i of the operation that belong to the batch. */
-static inline void hx_hixl_row(const hx_op_t *op, const hx_batch_t *b, size_t i, uint64_t *from, uint64_t *to)
-{
-    *from = i == b->first ? b->first_off : 0;
-    *to = i == b->last - 1 && b->last_end ? b->last_end : op->descs[i].nbytes;
-}
 
 /* hixl_request.c; under mu, but for the last three */
 void hx_hreqq_push(hx_hreqq_t *q, hx_hreq_t *r);

@@ -355,12 +355,6 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
     return why ? HX_ERR_NO_PATH : HX_OK;
 }
 
-static bool try_inline(hx_op_t *op)
-{
-    (void)op;
-    return false;
-}
-
 static uint64_t tick(hx_engine_t *engine, void *state, uint64_t now)
 {
     hx_hixl_t *h = state;
@@ -602,7 +596,6 @@ const hx_provider_t hx_provider_hixl = {
     .stop = stop,
     .close = close_hixl,
     .route = route,
-    .try_inline = try_inline,
     .submit = hx_hixl_submit,
     .tick = tick,
     .kick = kick,

@@ -33,7 +33,7 @@ bool hx_hixl_cut(hx_op_t *op, hx_hreq_t *r)
     r->nbytes = 0;
     for (size_t i = r->batch.first; i < r->batch.last; i++) {
         uint64_t from, to;
-        hx_hixl_row(op, &r->batch, i, &from, &to);
+        hx_op_row(op, &r->batch, i, &from, &to);
         r->nbytes += to - from;
     }
     return r->nbytes > 0;
@@ -61,7 +61,7 @@ static hx_status_t describe(hx_op_t *op, const hx_hreq_t *r, hx_hdescs_t *d)
         const hx_desc_t *row = &op->descs[i];
         hx_rregion_t *remote = op->parts[part].remote;
         uint64_t from, to;
-        hx_hixl_row(op, b, i, &from, &to);
+        hx_op_row(op, b, i, &from, &to);
         if (from == to)
             continue; /* the library refuses rows without bytes */
         if (hx_revoked_hits(&op->ep->revoked, remote->id, row->remote_off + from, row->remote_off + to, op->epoch))

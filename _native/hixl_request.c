@@ -345,7 +345,7 @@ static bool row_meets(const hx_hreq_t *r, uint64_t region, const uint64_t *spans
             continue;
         }
         uint64_t from, to;
-        hx_hixl_row(op, b, i, &from, &to);
+        hx_op_row(op, b, i, &from, &to);
         if (from < to && meets(spans, n, op->descs[i].remote_off + from, op->descs[i].remote_off + to))
             return true;
     }

@@ -447,7 +447,8 @@ static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t 
     }
 
     atomic_fetch_add(&engine->n_posted, 1);
-    if (op->provider && !op->note && !engine->config.nfaults && op->provider->try_inline(op)) {
+    if (op->provider && !op->note && !engine->config.nfaults && op->provider->try_inline &&
+        op->provider->try_inline(op)) {
         atomic_fetch_add_explicit(&engine->n_inlined, 1, memory_order_relaxed);
         atomic_fetch_add_explicit(&engine->n_completed, 1, memory_order_relaxed);
         atomic_fetch_add_explicit(&engine->n_bytes, op->nbytes, memory_order_relaxed);

@@ -31,7 +31,7 @@ struct hx_provider {
     /* Does it reach this pair? HX_OK, or HX_ERR_NO_PATH with the reason. `local` may be NULL. */
     hx_status_t (*route)(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
                          char text[HX_TEXT_MAX]);
-    /* Completes it on the posting thread if that is small and cannot wait. False: submit it. */
+    /* Completes it on the posting thread if that is small and cannot wait. False, or no such hook: submit it. */
     bool (*try_inline)(hx_op_t *op);
     void (*submit)(hx_op_t *op);
     /* Periodic, on the control thread while something is pending; answers when it wants to be called next (0:

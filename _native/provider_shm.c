@@ -215,8 +215,8 @@ static size_t gather(const hx_op_t *op, const hx_batch_t *b, const hx_part_t *pa
     g->hi = 0;
     for (; i < stop && g->n < GROUP_DESCS; i++) {
         const hx_desc_t *d = &op->descs[i];
-        uint64_t from = i == b->first ? b->first_off : 0;
-        uint64_t to = i == b->last - 1 && b->last_end ? b->last_end : d->nbytes;
+        uint64_t from, to;
+        hx_op_row(op, b, i, &from, &to);
         uint64_t n = to - from, off = d->remote_off + from;
         if (g->n && g->nbytes + n > GROUP_BYTES)
             break;

@@ -468,6 +468,7 @@ static void close_tcp(hx_engine_t *engine, void *state)
         free(p);
     }
     free(t->reqs);
+    pthread_mutex_destroy(&t->wake_mu);
     pthread_mutex_destroy(&t->mu);
     free(t);
 }
@@ -501,12 +502,6 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
     if (text)
         snprintf(text, HX_TEXT_MAX, "%s", why ? why : "by TCP, straight into the peer's memory");
     return why ? HX_ERR_NO_PATH : HX_OK;
-}
-
-static bool try_inline(hx_op_t *op)
-{
-    (void)op;
-    return false;
 }
 
 static void kick(hx_engine_t *engine, void *state)
@@ -767,7 +762,6 @@ const hx_provider_t hx_provider_tcp = {
     .stop = stop,
     .close = close_tcp,
     .route = route,
-    .try_inline = try_inline,
     .submit = hx_tcp_submit,
     .kick = kick,
     .introduce = introduce,

@@ -139,7 +139,6 @@ uint32_t hx_tcp_payload_crc(const struct iovec *iov, size_t n);
 void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_tdone_t *done);
 void hx_tcp_free_out(hx_tout_t *out);
 void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done);
-void hx_tcp_row(const hx_op_t *op, const hx_batch_t *b, size_t i, uint64_t *from, uint64_t *to);
 
 /* tcp_receive.c; progress thread, not under mu */
 bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done); /* false: the connection has failed, and rx.why says why */

@@ -172,7 +172,7 @@ static bool begin(hx_tconn_t *c, hx_tdone_t *done)
             size_t part = hx_op_part_of(r->op, r->batch.first);
             for (size_t i = r->batch.first; i < r->batch.last; i++) {
                 uint64_t from, to;
-                hx_tcp_row(r->op, &r->batch, i, &from, &to);
+                hx_op_row(r->op, &r->batch, i, &from, &to);
                 if (from < to)
                     rx->iov[rx->niov++] =
                         (struct iovec){r->op->parts[part].local->base + r->op->descs[i].local_off + from, to - from};

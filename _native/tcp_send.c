@@ -14,12 +14,6 @@
 #define IOV 256            /* of one call */
 #define FLUSH (4u << 20)   /* of one connection, before the others have their turn */
 
-void hx_tcp_row(const hx_op_t *op, const hx_batch_t *b, size_t i, uint64_t *from, uint64_t *to)
-{
-    *from = i == b->first ? b->first_off : 0;
-    *to = i == b->last - 1 && b->last_end ? b->last_end : op->descs[i].nbytes;
-}
-
 /* ---- requests ---- */
 
 static hx_treq_t *new_req(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c)
@@ -204,7 +198,7 @@ static void cut(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c, hx_treq_t *r)
     struct iovec iov[HX_TCP_ROWS_MAX];
     for (size_t i = r->batch.first; i < r->batch.last; i++) {
         uint64_t from, to;
-        hx_tcp_row(op, &r->batch, i, &from, &to);
+        hx_op_row(op, &r->batch, i, &from, &to);
         if (from == to)
             continue;
         rows[n] = (hx_tcp_row_t){op->descs[i].remote_off + from, to - from};

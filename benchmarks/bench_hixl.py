@@ -19,7 +19,6 @@ import ctypes
 import itertools
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -28,11 +27,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import show
 from hixl_player import AWAITS, WARM
 
 HERE = Path(__file__).resolve().parent
@@ -204,24 +203,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"the stand-in is not built at {BUILT}: make hixl-standin", file=sys.stderr)
         return 2
     figures = bench(args.rounds, args.flavour, args.asleep)
-    missed = [
-        name
-        for name, (bound, more) in TARGETS.items()
-        if name in figures and (figures[name] < bound if more else figures[name] > bound)
-    ]
-    if args.json:
-        print(json.dumps({"flavour": args.flavour, "asleep": args.asleep, **figures, "missed": missed}, indent=1))
-        return 1 if missed else 0
-    versions = f"Python {platform.python_version()}, uvloop {version('uvloop')}"
-    print(f"{platform.platform()}, {os.cpu_count()} cores, {versions}")
-    print(f"over the stand-in (no NPU): flavour {args.flavour}, instant=1{', cores may sleep' * args.asleep}")
-    for name, value in figures.items():
-        bound = TARGETS.get(name)
-        goal = "" if bound is None else f"   (goal {'>=' if bound[1] else '<='} {bound[0]:g})"
-        print(f"  {name:44} {value:10.2f}{goal}")
-    if missed:
-        print("missed:", ", ".join(missed))
-    return 1 if missed else 0
+    note = f"over the stand-in (no NPU): flavour {args.flavour}, instant=1{', cores may sleep' * args.asleep}"
+    return show(figures, TARGETS, as_json=args.json, note=note, flavour=args.flavour, asleep=args.asleep)
 
 
 def main() -> int:

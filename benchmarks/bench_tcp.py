@@ -11,9 +11,7 @@ import argparse
 import asyncio
 import ctypes
 import itertools
-import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -23,12 +21,12 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
+from figures import show
 
 import aiohixl
 
@@ -284,23 +282,7 @@ def run(args: argparse.Namespace) -> int:
         figures = asyncio.run(between_namespaces(args.rounds, args.mtu, args.checksum))
     else:
         figures = uvloop.run(loopback(args.rounds, args.checksum))
-    missed = [
-        name
-        for name, (bound, more) in TARGETS.items()
-        if name in figures and (figures[name] < bound if more else figures[name] > bound)
-    ]
-    if args.json:
-        print(json.dumps({**figures, "missed": missed}, indent=1))
-        return 1 if missed else 0
-    versions = f"Python {platform.python_version()}, uvloop {version('uvloop')}"
-    print(f"{platform.platform()}, {os.cpu_count()} cores, {versions}")
-    for name, value in figures.items():
-        bound = TARGETS.get(name)
-        goal = "" if bound is None else f"   (goal {'>=' if bound[1] else '<='} {bound[0]:g})"
-        print(f"  {name:44} {value:10.3f}{goal}")
-    if missed:
-        print("missed:", ", ".join(missed))
-    return 1 if missed else 0
+    return show(figures, TARGETS, as_json=args.json)
 
 
 def main() -> int:

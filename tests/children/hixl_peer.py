@@ -76,23 +76,6 @@ class NpuPeer(peer.Peer):
     async def values(self, name: str) -> list[int]:
         return [int(v) for v in np.unique(np.frombuffer(await self.regions[name].download(), np.uint8))]
 
-    async def revoke(self, name: str, spans: list[tuple[int, int]] | None = None) -> str:
-        """The name of the error, or nothing."""
-        return await self._outcome(self.regions[name].revoke(spans=spans))
-
-    async def grant(self, name: str, spans: list[tuple[int, int]] | None = None) -> None:
-        self.regions[name].grant(spans=spans)
-
-    async def deregister(self, name: str) -> str:
-        return await self._outcome(self.regions[name].deregister())
-
-    async def _outcome(self, call: Any) -> str:
-        try:
-            await call
-        except aiohixl.HixlError as exc:
-            return type(exc).__name__
-        return ""
-
     # ---- transfers ----
 
     async def loop(self, kind: str, local: str, remote: str, top: int = 100) -> None:
@@ -109,7 +92,7 @@ class NpuPeer(peer.Peer):
 
     async def ended(self) -> str:
         """The name of the error, or nothing."""
-        return await self._outcome(self.begun.pop(0))
+        return await peer.outcome(self.begun.pop(0))
 
     async def moved(self, nbytes: int) -> None:
         while await self.stat("bytes") < nbytes:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,15 @@ from aiohixl.testing import Fault
 
 def view(region: Any) -> npt.NDArray[np.uint8]:
     return np.frombuffer(region, np.uint8)
+
+
+async def outcome(call: Awaitable[Any]) -> str:
+    """The name of the error that it ends with, or nothing."""
+    try:
+        await call
+    except aiohixl.HixlError as exc:
+        return type(exc).__name__
+    return ""
 
 
 class Worker:
@@ -86,17 +95,21 @@ class Peer:
         """Which byte values stand in the region."""
         return [int(v) for v in np.unique(view(self.regions[name]))]
 
+    async def revoke(self, name: str, spans: list[tuple[int, int]] | None = None) -> str:
+        return await outcome(self.regions[name].revoke(spans=spans))
+
+    async def grant(self, name: str, spans: list[tuple[int, int]] | None = None) -> None:
+        self.regions[name].grant(spans=spans)
+
+    async def deregister(self, name: str) -> str:
+        return await outcome(self.regions[name].deregister())
+
     async def transfer(self, kind: str, local: str, remote: str, span: list[int] | None = None) -> str:
-        """The name of the error, or nothing."""
         there: Any = await self.the_peer().region(remote)
         here: Any = self.regions[local]
         if span is not None:
             here, there = here[span[0] : span[1]], there[span[0] : span[1]]
-        try:
-            await getattr(self.the_peer(), kind)(here, there)
-        except aiohixl.HixlError as exc:
-            return type(exc).__name__
-        return ""
+        return await outcome(getattr(self.the_peer(), kind)(here, there))
 
     async def loop(self, kind: str, local: str, remote: str, top: int = 100) -> None:
         """Begin to repeat; answered when one round is done. Writes carry the values 1 to `top` in turn."""

@@ -41,23 +41,6 @@ class TcpPeer(peer.Peer):
     async def dump(self, name: str, path: str) -> None:
         await asyncio.to_thread(Path(path).write_bytes, peer.view(self.regions[name]).tobytes())
 
-    async def revoke(self, name: str, spans: list[tuple[int, int]] | None = None) -> str:
-        """The name of the error, or nothing."""
-        return await self._outcome(self.regions[name].revoke(spans=spans))
-
-    async def grant(self, name: str, spans: list[tuple[int, int]] | None = None) -> None:
-        self.regions[name].grant(spans=spans)
-
-    async def deregister(self, name: str) -> str:
-        return await self._outcome(self.regions[name].deregister())
-
-    async def _outcome(self, call: Any) -> str:
-        try:
-            await call
-        except aiohixl.HixlError as exc:
-            return type(exc).__name__
-        return ""
-
     # ---- its process ----
 
     async def descriptors(self, more: int | None) -> None:
@@ -81,7 +64,7 @@ class TcpPeer(peer.Peer):
 
     async def ended(self) -> list[str]:
         """The names of the errors, or nothing, of all that were begun."""
-        out = [await self._outcome(transfer) for transfer in self.begun]
+        out = [await peer.outcome(transfer) for transfer in self.begun]
         self.begun.clear()
         return out
 
