@@ -87,7 +87,7 @@ class Proxy:
     ``tamper``: what becomes of a piece of a data connection. ``going``: cleared, nothing moves. ``hold``: data
     connections wait for it. ``refusing``: whoever connects from now on is turned away, and counted in ``refused``."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self) -> None:
         self.pipes: list[Pipe] = []
         self.going = asyncio.Event()
         self.going.set()
@@ -98,10 +98,10 @@ class Proxy:
         self.tamper: Tamper | None = None
         self.refusing = False
         self.refused = 0
-        self.address = f"tcp://{FRONT}:{port}"
-        self._place = (BEHIND, port)
-        self._listener = socket.create_server((FRONT, port))
+        self._listener = socket.create_server((FRONT, 0))
         self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self.address = f"tcp://{FRONT}:{self.port}"
         self._task = asyncio.create_task(self._accept())
 
     async def _accept(self) -> None:
@@ -116,7 +116,7 @@ class Proxy:
             for end in (front, back):
                 end.setblocking(False)
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(back, self._place)
+            await loop.sock_connect(back, (BEHIND, self.port))
             self.pipes.append(Pipe(self, front, back))
 
     @property
@@ -143,10 +143,10 @@ async def between(
 ) -> AsyncIterator[tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer, Proxy]]:
     """Engine "a", engine "b", a's peer for b, and the network between them."""
     a = await start("a", transports=["tcp"], **options)
-    b = await start("b", transports=["tcp"], address=f"{BEHIND}:0", **options)
-    port = int(b.address.rpartition(":")[2])
-    proxy = Proxy(port)
+    proxy = Proxy()
     try:
+        # A port that is free in front is free behind: only engines of proxies are there.
+        b = await start("b", transports=["tcp"], address=f"{BEHIND}:{proxy.port}", **options)
         yield a, b, await a.connect(proxy.address), proxy
     finally:
         await proxy.close()

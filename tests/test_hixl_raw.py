@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import select
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from ports import held_port
 from processes import PATIENCE, until
 from standin import FLAVOURS, HOME, Standin, StartNpu, bytes_of, npu_region, open_standin
 
@@ -23,17 +23,11 @@ from aiohixl.notifies import Notify
 MIB = 1 << 20
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Program:
     """``raw_server``, on NPU 1."""
 
-    def __init__(self, flavour: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+    def __init__(self, flavour: str, port: int) -> None:
+        self.address = f"127.0.0.1:{port}"
         knobs = ",".join(f"{key}={value}" for key, value in FLAVOURS[flavour].items())
         self.process = subprocess.Popen(
             [str(HOME / "raw_server"), self.address, "1", str(MIB)],
@@ -82,9 +76,10 @@ def flavour(request: pytest.FixtureRequest, standin: Standin) -> str:
 @pytest.fixture
 def program(flavour: str) -> Iterator[Program]:
     open_standin()
-    one = Program(flavour)
-    yield one
-    one.close(check=one.process.poll() is None)
+    with held_port() as port:
+        one = Program(flavour, port)
+        yield one
+        one.close(check=one.process.poll() is None)
 
 
 async def test_there_and_back(program: Program, start_npu: StartNpu) -> None:
@@ -192,18 +187,19 @@ async def test_what_hixl_does_not_take(program: Program, start_npu: StartNpu) ->
 
 async def test_nobody_listens(standin: Standin, flavour: str, start_npu: StartNpu) -> None:
     a = await start_npu("a")
-    address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(PeerUnreachableError, match=rf"{address}.*503900") as failed:
-        await a.connect_raw(address, regions={})
-    assert failed.value.code == 503900
-    standin.set(connect_ms=60000)
-    task = asyncio.ensure_future(a.connect_raw(address, regions={}))
-    await until(lambda: standin.stat("connects") > 3, "it connects")
-    task.cancel()
-    async with asyncio.timeout(5):
-        await asyncio.wait([task])
-    assert task.cancelled()
-    standin.set(connect_ms=0)
+    with held_port() as port:
+        address = f"127.0.0.1:{port}"
+        with pytest.raises(PeerUnreachableError, match=rf"{address}.*503900") as failed:
+            await a.connect_raw(address, regions={})
+        assert failed.value.code == 503900
+        standin.set(connect_ms=60000)
+        task = asyncio.ensure_future(a.connect_raw(address, regions={}))
+        await until(lambda: standin.stat("connects") > 3, "it connects")
+        task.cancel()
+        async with asyncio.timeout(5):
+            await asyncio.wait([task])
+        assert task.cancelled()
+        standin.set(connect_ms=0)
 
 
 async def test_a_region_that_is_not_there(program: Program, start_npu: StartNpu, flavour: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -15,34 +14,17 @@ import pytest_asyncio
 from conftest import Start
 from ground import Ground, noise
 from processes import child, until
+from restartable import Server, restartable
 
 import aiohixl
 from aiohixl.notes import Inbox
-from aiohixl.rendezvous import MemoryStore, serving
-
-
-class Rendezvous:
-    """A rendezvous that can be stopped, and started again on its port with nothing remembered."""
-
-    def __init__(self) -> None:
-        self.port = 0
-        self.url = ""
-        self._stack = AsyncExitStack()
-
-    async def start(self) -> None:
-        self.url = await self._stack.enter_async_context(serving("127.0.0.1", self.port, store=MemoryStore()))
-        self.port = int(self.url.rpartition(":")[2])
-
-    async def stop(self) -> None:
-        await self._stack.aclose()
 
 
 @pytest_asyncio.fixture
-async def rendezvous(quiet_loop: object) -> AsyncIterator[Rendezvous]:
-    server = Rendezvous()
-    await server.start()
-    yield server
-    await server.stop()
+async def rendezvous(quiet_loop: object) -> AsyncIterator[Server]:
+    async with restartable() as server:
+        await server.start()
+        yield server
 
 
 TURNS = itertools.count()
@@ -71,7 +53,7 @@ async def good(a: aiohixl.Engine, b: aiohixl.Engine, peer: aiohixl.Peer) -> None
 # ---- finding each other ----
 
 
-async def test_engines_find_each_other_by_name(rendezvous: Rendezvous, start: Start) -> None:
+async def test_engines_find_each_other_by_name(rendezvous: Server, start: Start) -> None:
     a = await start("a", rendezvous=rendezvous.url)
     waiting = asyncio.create_task(a.connect("b"))  # a name that joins later
     b = await start("b", rendezvous=rendezvous.url)
@@ -85,7 +67,7 @@ async def test_engines_find_each_other_by_name(rendezvous: Rendezvous, start: St
     await good(b, a, back)
 
 
-async def test_a_name_that_does_not_come(rendezvous: Rendezvous, start: Start) -> None:
+async def test_a_name_that_does_not_come(rendezvous: Server, start: Start) -> None:
     a = await start("a", rendezvous=rendezvous.url)
     with pytest.raises(aiohixl.PeerUnreachableError, match="'nobody'"):
         await a.connect("nobody", timeout=0.1)
@@ -93,7 +75,7 @@ async def test_a_name_that_does_not_come(rendezvous: Rendezvous, start: Start) -
     await good(a, b, await a.connect("b"))
 
 
-async def test_concurrent_connects_share_one_connection(rendezvous: Rendezvous, start: Start) -> None:
+async def test_concurrent_connects_share_one_connection(rendezvous: Server, start: Start) -> None:
     a, b = await start("a", rendezvous=rendezvous.url), await start("b", rendezvous=rendezvous.url)
     joined = b.events()
     peers = await asyncio.gather(*(a.connect("b") for _ in range(50)))
@@ -107,7 +89,7 @@ async def test_concurrent_connects_share_one_connection(rendezvous: Rendezvous, 
     await good(a, b, first)
 
 
-async def test_connect_cancelled(rendezvous: Rendezvous, start: Start) -> None:
+async def test_connect_cancelled(rendezvous: Server, start: Start) -> None:
     a = await start("a", rendezvous=rendezvous.url)
     alone = asyncio.create_task(a.connect("b"))
     await asyncio.sleep(0)
@@ -139,7 +121,7 @@ async def test_connect_cancelled_at_any_moment(start: Start) -> None:
     await good(a, b, peer)
 
 
-async def test_connect_ends_when_the_engine_closes(rendezvous: Rendezvous) -> None:
+async def test_connect_ends_when_the_engine_closes(rendezvous: Server) -> None:
     a = await aiohixl.Engine("a", rendezvous=rendezvous.url).start()
     task = asyncio.create_task(a.connect("nobody"))
     await asyncio.sleep(0)
@@ -151,7 +133,7 @@ async def test_connect_ends_when_the_engine_closes(rendezvous: Rendezvous) -> No
 NAMES = ["a b", "it's", 'say "x"', "🦆 duck", "é" * 64, "x" * 128, "%2F?#&=+", "...", "名前", "tcp:", "-"]
 
 
-async def test_names_with_odd_characters(rendezvous: Rendezvous, start: Start) -> None:
+async def test_names_with_odd_characters(rendezvous: Server, start: Start) -> None:
     a = await start("a", rendezvous=rendezvous.url)
     for name in NAMES:
         b = await start(name, rendezvous=rendezvous.url)
@@ -164,7 +146,7 @@ async def test_names_with_odd_characters(rendezvous: Rendezvous, start: Start) -
 # ---- one engine a name ----
 
 
-async def test_contract_09_a_second_live_engine_is_refused(rendezvous: Rendezvous, start: Start) -> None:
+async def test_contract_09_a_second_live_engine_is_refused(rendezvous: Server, start: Start) -> None:
     a, b = await start("a", rendezvous=rendezvous.url), await start("b", rendezvous=rendezvous.url)
     second = aiohixl.Engine("b", rendezvous=rendezvous.url, join_timeout=0.1)
     with pytest.raises(aiohixl.RendezvousError) as refused:
@@ -175,7 +157,7 @@ async def test_contract_09_a_second_live_engine_is_refused(rendezvous: Rendezvou
     await good(a, b, await a.connect("b"))
 
 
-async def test_contract_09_a_crashed_worker_gets_its_name_back(rendezvous: Rendezvous, start: Start) -> None:
+async def test_contract_09_a_crashed_worker_gets_its_name_back(rendezvous: Server, start: Start) -> None:
     a = await start("a", rendezvous=rendezvous.url)
     async with child("worker", rendezvous=rendezvous.url, ttl=1.0) as worker:
         await worker.ask("allocate", name="target", nbytes=4096)
@@ -201,7 +183,7 @@ async def test_contract_09_a_crashed_worker_gets_its_name_back(rendezvous: Rende
 
 
 @pytest.mark.parametrize("how", ["replace", "force"])
-async def test_contract_09_taking_over(rendezvous: Rendezvous, start: Start, how: str) -> None:
+async def test_contract_09_taking_over(rendezvous: Server, start: Start, how: str) -> None:
     a, old = await start("a", rendezvous=rendezvous.url), await start("b", rendezvous=rendezvous.url, ttl=1.0)
     target = await old.allocate(4096, "target")
     peer = await a.connect("b")
@@ -225,7 +207,7 @@ async def test_contract_09_taking_over(rendezvous: Rendezvous, start: Start, how
     await good(a, new, fresh)
 
 
-async def test_taking_over_needs_the_right_incarnation(rendezvous: Rendezvous, start: Start) -> None:
+async def test_taking_over_needs_the_right_incarnation(rendezvous: Server, start: Start) -> None:
     a, b = await start("a", rendezvous=rendezvous.url), await start("b", rendezvous=rendezvous.url)
     wrong = aiohixl.Engine("b", rendezvous=rendezvous.url, replace="0" * 32, join_timeout=0.1)
     with pytest.raises(aiohixl.RendezvousError):
@@ -233,7 +215,7 @@ async def test_taking_over_needs_the_right_incarnation(rendezvous: Rendezvous, s
     await good(a, b, await a.connect("b"))
 
 
-async def test_contract_09_another_incarnation_at_the_address(rendezvous: Rendezvous, start: Start) -> None:
+async def test_contract_09_another_incarnation_at_the_address(rendezvous: Server, start: Start) -> None:
     """The rendezvous tells of the old incarnation and the new one answers: it is asked again, until it knows."""
     a = await start("a", rendezvous=rendezvous.url)
     b = await start("b", rendezvous=rendezvous.url)
@@ -256,7 +238,7 @@ async def test_contract_09_another_incarnation_at_the_address(rendezvous: Rendez
 # ---- the rendezvous goes and comes ----
 
 
-async def test_the_rendezvous_restarts(rendezvous: Rendezvous, start: Start) -> None:
+async def test_the_rendezvous_restarts(rendezvous: Server, start: Start) -> None:
     a, b = [await start(name, rendezvous=rendezvous.url, ttl=1.0) for name in "ab"]
     ground = await Ground(a, b, await a.connect("b")).prepare()
     again = [a.events(), b.events()]
@@ -281,18 +263,15 @@ async def test_the_rendezvous_restarts(rendezvous: Rendezvous, start: Start) -> 
 
 
 async def test_the_rendezvous_comes_later(start: Start) -> None:
-    rendezvous = Rendezvous()
-    await rendezvous.start()
-    await rendezvous.stop()
-    starting = asyncio.create_task(start("a", rendezvous=rendezvous.url))
-    await asyncio.sleep(0)
-    await rendezvous.start()
-    a = await starting
-    b = await start("b", rendezvous=rendezvous.url)
-    await good(a, b, await a.connect("b"))
-    await a.close()
-    await b.close()
-    await rendezvous.stop()
+    async with restartable() as rendezvous:
+        starting = asyncio.create_task(start("a", rendezvous=rendezvous.url))
+        await asyncio.sleep(0)
+        await rendezvous.start()
+        a = await starting
+        b = await start("b", rendezvous=rendezvous.url)
+        await good(a, b, await a.connect("b"))
+        await a.close()
+        await b.close()
 
 
 # ---- without one, and by TCP ----

@@ -9,12 +9,13 @@ import socket
 import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from restartable import Server, restartable
 
 from aiohixl.errors import ClosedError, ConfigError, RendezvousError
 from aiohixl.rendezvous import MemoryStore, RefusedError, RendezvousClient, serving, setup
@@ -23,33 +24,11 @@ from aiohixl.wire import JoinRequest, Record, WireError
 A, B, C = ("a" * 32, "b" * 32, "c" * 32)
 
 
-class Server:
-    """A rendezvous that can be stopped and started again on its port."""
-
-    def __init__(self, token: str | None = None) -> None:
-        self.token = token
-        self.port = 0
-        self.url = ""
-        self.store = MemoryStore()
-        self._stack = AsyncExitStack()
-
-    async def start(self, store: MemoryStore | None = None) -> None:
-        self.store = store or MemoryStore()
-        self.url = await self._stack.enter_async_context(serving("127.0.0.1", self.port, self.token, store=self.store))
-        self.port = int(self.url.rpartition(":")[2])
-
-    async def stop(self) -> None:
-        await self._stack.aclose()
-
-
 @asynccontextmanager
 async def started(token: str | None = None) -> AsyncIterator[Server]:
-    server = Server(token)
-    await server.start()
-    try:
+    async with restartable(token) as server:
+        await server.start()
         yield server
-    finally:
-        await server.stop()
 
 
 @pytest.fixture
@@ -73,11 +52,6 @@ async def no_task_left() -> AsyncIterator[None]:
         await asyncio.sleep(0)
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
     assert not left
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 async def test_join_look_up_list_leave(server: Server, client: RendezvousClient) -> None:
@@ -112,7 +86,7 @@ async def test_one_client_holds_one_name(client: RendezvousClient) -> None:
 
 
 async def test_what_is_wrong_is_said_before_anything_is_sent() -> None:
-    async with RendezvousClient(f"http://127.0.0.1:{free_port()}") as client:
+    async with restartable() as nobody, RendezvousClient(nobody.url) as client:
         for bad in ({"incarnation": "x"}, {"ttl": 0}, {"addresses": [""]}, {"capabilities": {"a": object()}}):
             with pytest.raises(WireError) as caught:
                 await client.join("x", **{"incarnation": A, **bad})  # type: ignore[arg-type]
@@ -258,27 +232,23 @@ async def test_a_store_that_outlives_its_server_is_joined_again_too(server: Serv
 
 
 async def test_a_rendezvous_that_starts_late_is_waited_for() -> None:
-    server = Server()
-    server.port = free_port()
-    async with RendezvousClient(f"http://127.0.0.1:{server.port}") as client:
+    async with restartable() as server, RendezvousClient(server.url) as client:
         joining = asyncio.create_task(client.join("x", incarnation=A))
         with pytest.raises(RendezvousError):
             await client.lookup("x", wait=0)  # by now the join has been refused too
         await server.start()
         assert (await joining).incarnation == A
-    await server.stop()
 
 
 async def test_a_rendezvous_that_is_down_is_named_with_the_cause() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    async with RendezvousClient(url, token="s3cret") as client:
+    async with restartable() as down, RendezvousClient(down.url, token="s3cret") as client:
         asks: list[Callable[[], Awaitable[object]]] = [
             lambda: client.join("x", incarnation=A, timeout=0.3),
             lambda: client.lookup("x", wait=0.3),
             lambda: client.list(timeout=0.3),
         ]
         for ask in asks:
-            with pytest.raises(RendezvousError, match=f"cannot reach the rendezvous at {url}") as caught:
+            with pytest.raises(RendezvousError, match=f"cannot reach the rendezvous at {down.url}") as caught:
                 await ask()
             assert caught.value.status == 0
             assert isinstance(caught.value.__cause__, aiohttp.ClientError)
@@ -601,7 +571,7 @@ def test_a_token_that_no_header_can_carry() -> None:
 async def test_below_a_prefix_and_proxies_of_the_environment_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # discard: nobody is there
     app = web.Application()
     setup(app, prefix="/kv", token="t")
     runner = web.AppRunner(app, access_log=None)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Start
+from ports import held_port
 
 import aiohixl
 
@@ -66,7 +67,7 @@ async def test_ipv6(start: Start, kind: str) -> None:
 
 
 async def test_another_address_of_this_host_by_unix(start: Start) -> None:
-    a, b = await start("a", transports=["tcp"]), await start("b", transports=["tcp"], address="127.0.0.2:0")
+    a, b = await start("a", transports=["tcp"]), await start("b", transports=["tcp"], address="127.0.0.4:0")
     await works(a, b, b.address.split(",")[0])
 
 
@@ -105,9 +106,7 @@ async def test_a_name_with_several_addresses(start: Start, monkeypatch: pytest.M
 
 async def test_nobody_listens(start: Start) -> None:
     a = await start("a", transports=["tcp"])
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    with pytest.raises(aiohixl.PeerUnreachableError, match="refused"):
+    with held_port() as port, pytest.raises(aiohixl.PeerUnreachableError, match="refused"):
         await a.connect(f"tcp://127.0.0.1:{port}")
 
 

@@ -33,17 +33,19 @@ inline std::atomic<int> checks, failures;
 
 constexpr size_t kSize = 8 << 20;
 
+// Nobody else's: the socket that found it stays bound to it, and who listens there sets SO_REUSEADDR, as we do.
 inline int free_port()
 {
     const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const int on = 1;
     sockaddr_in address = {};
     socklen_t size = sizeof address;
     address.sin_family = AF_INET;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (bind(fd, reinterpret_cast<sockaddr *>(&address), size) ||
+    if (setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) ||
+        bind(fd, reinterpret_cast<sockaddr *>(&address), size) ||
         getsockname(fd, reinterpret_cast<sockaddr *>(&address), &size))
         std::abort();
-    close(fd);
     return ntohs(address.sin_port);
 }
 
