@@ -2,9 +2,12 @@
 /* The engine's life, and its one descriptor.
  *
  * The doorbell. A completion or event is published first (with a sequentially consistent store), then the producer
- * looks at doorbell_armed, and writes the event fd only if the consumer is asleep. The consumer clears the fd, disarms,
+ * looks at doorbell_armed, and writes the event fd only if the consumer is asleep. The consumer disarms, clears the fd,
  * drains to a budget, arms (sequentially consistent), and looks once more before it sleeps. One of the two sees the
- * other. A consumer whose budget is spent stays disarmed and comes back by itself. */
+ * other. A consumer whose budget is spent stays disarmed and comes back by itself.
+ *
+ * The descriptor is an epoll of that event fd and of whatever a provider lets the consumer's thread take in by itself
+ * (hx_providers_assist). Where that is what woke it, and nobody has rung, the event fd need not be cleared. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>
@@ -184,10 +187,11 @@ size_t hx_engine_drain(hx_engine_t *engine, hx_completion_t *out, size_t max, bo
     uint64_t count;
     uint32_t index;
     size_t n = 0;
-    if (read(engine->event_fd, &count, sizeof count) < 0) {
+    bool silent = atomic_exchange(&engine->doorbell_armed, 0);
+    bool assisted = hx_providers_assist(engine);
+    if (!(silent && assisted) && read(engine->event_fd, &count, sizeof count) < 0) {
         /* EAGAIN: woken by hand, or by a late ring. */
     }
-    atomic_store(&engine->doorbell_armed, 0);
     while (n < max && hx_ring_pop(&engine->completed, &index)) {
         hx_op_t *op = &engine->ops[index];
         if (take_record(op, &out[n++]))

@@ -118,6 +118,13 @@ uint64_t hx_providers_tick(hx_engine_t *engine, uint64_t now_ns)
     return next;
 }
 
+bool hx_providers_assist(hx_engine_t *engine)
+{
+    bool any = false;
+    FOR_EACH_WITH(assist, engine, any |= p->assist(engine, state))
+    return any;
+}
+
 void hx_providers_kick(hx_engine_t *engine)
 {
     FOR_EACH_WITH(kick, engine, p->kick(engine, state))

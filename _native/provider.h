@@ -11,7 +11,7 @@
 
 #include "core.h"
 
-#define HX_PROVIDER_ABI 2
+#define HX_PROVIDER_ABI 3
 
 /* Answers of prepare() and copy() beside hx_status_t: not now; hx_sched_kick() says when to try again. */
 #define HX_AGAIN ((hx_status_t) - 1)
@@ -34,6 +34,8 @@ struct hx_provider {
     /* Completes it on the posting thread if that is small and cannot wait. False, or no such hook: submit it. */
     bool (*try_inline)(hx_op_t *op);
     void (*submit)(hx_op_t *op);
+    /* Takes in, on the thread that drains, what can be had without waiting. True: there was something. */
+    bool (*assist)(hx_engine_t *engine, void *state);
     /* Periodic, on the control thread while something is pending; answers when it wants to be called next (0:
      * whenever). */
     uint64_t (*tick)(hx_engine_t *engine, void *state, uint64_t now_ns);
@@ -120,6 +122,7 @@ bool hx_providers_meet(hx_endpoint_t *ep, const char *name, size_t name_len, con
 void hx_providers_proven(hx_endpoint_t *ep, uint64_t arg);
 /* Can a peer write our memory over one of them without our help? */
 bool hx_providers_one_sided(const hx_engine_t *engine);
+bool hx_providers_assist(hx_engine_t *engine);
 uint64_t hx_providers_tick(hx_engine_t *engine, uint64_t now_ns);
 
 /* provider_fault.c stands in front of whichever provider was chosen when the engine has a fault plan.

@@ -20,9 +20,7 @@
 #include "tcp.h"
 
 #define SWEEP_NS 50000000ull
-#define RETRY_NS 100000000ull /* between attempts to open a data connection */
-#define DIAL_TRIES 5
-#define LIMBO_NS 300000000ull
+#define TURN (4u << 20)    /* of one connection, before the others have their turn */
 #define DEFAULT_STREAMS 1u /* the default number of connections to a peer: benchmarks/README.md */
 
 void hx_tcp_wake(hx_tcp_t *t)
@@ -36,225 +34,7 @@ void hx_tcp_wake(hx_tcp_t *t)
     pthread_mutex_unlock(&t->wake_mu);
 }
 
-/* ---- connections; under mu ---- */
-
-static void watch(hx_tcp_t *t, hx_tconn_t *c, int op)
-{
-    struct epoll_event ev = {.events = EPOLLIN | (c->want_write ? (uint32_t)EPOLLOUT : 0), .data.ptr = c};
-    epoll_ctl(t->epoll_fd, op, c->fd, &ev);
-}
-
-/* A peer that dies takes its data connections along, and the control thread hears of it a moment later: until then it is
- * not known whether a transfer has lost its connection or its peer. The source is left alone already. What a WRITE had on its
- * way may still be received, until the peer has ended the old connection, which it does before it takes a new one: only then
- * may its blocks be used again, which the aborted note tells, and so that note waits. */
-static void resolve(hx_tconn_t *c, hx_tdone_t *done)
-{
-    hx_tpeer_t *p = c->peer;
-    uint64_t now = hx_now_ns();
-    bool gone = p->t->stopping || p->released || atomic_load(&p->ep->state) != HX_EP_UP;
-    for (hx_treq_t *r = c->reqs_head, *next; r; r = next) {
-        next = r->next;
-        r->unsent = false;
-        if (!gone && now < c->limbo_ns && hx_op_verdict(r->op) == HX_OK)
-            continue;
-        if (p->dirty & 1u << c->stream && r->op->kind == HX_WRITE && r->op->note) {
-            hx_note_t *note = r->op->note;
-            r->op->note = NULL;
-            note->aborted = true;
-            note->next = p->held;
-            p->held = note;
-            p->held_ns = now + p->t->engine->config.handshake_timeout_ns;
-        }
-        hx_tcp_answered(r, HX_ERR_CONNECTION, done);
-    }
-}
-
-static void free_notes(hx_tpeer_t *p)
-{
-    for (hx_note_t *note; (note = p->held);) {
-        p->held = note->next;
-        free(note);
-    }
-}
-
-static void release_notes(hx_tpeer_t *p, uint64_t now)
-{
-    bool lost = atomic_load(&p->ep->state) != HX_EP_UP;
-    if (!p->held || (p->dirty && !lost && now < p->held_ns))
-        return;
-    for (hx_note_t *note; (note = p->held);) {
-        p->held = note->next;
-        note->next = NULL;
-        if (!hx_endpoint_push_note(p->ep, note))
-            free(note);
-    }
-}
-
-/* The socket is closed first: from then on nothing reads the source or writes the target. */
-static void close_conn(hx_tconn_t *c, hx_tdone_t *done)
-{
-    hx_tpeer_t *p = c->peer;
-    if (c->fd < 0)
-        return;
-    epoll_ctl(p->t->epoll_fd, EPOLL_CTL_DEL, c->fd, NULL);
-    shutdown(c->fd, SHUT_RDWR); /* also where a process that is being started holds it for a moment longer */
-    close(c->fd);
-    c->fd = -1;
-    c->broken = true;
-    if (!c->why[0])
-        snprintf(c->why, sizeof c->why, "the data connection was closed");
-    p->conns[c->stream] = NULL;
-    p->open--;
-    for (const hx_treq_t *r = c->reqs_head; r; r = r->next)
-        if (r->op->kind == HX_WRITE)
-            p->dirty |= 1u << c->stream;
-    p->idle_ns = hx_now_ns();
-    c->limbo_ns = p->idle_ns + LIMBO_NS;
-    for (hx_tout_t *out; (out = c->out_head);) {
-        c->out_head = out->next;
-        hx_tcp_free_out(out); /* which drops regions: their memory is not read any more */
-    }
-    c->out_tail = NULL;
-    c->unsent = 0;
-    c->rx.active = false;
-    c->rx.req = NULL;
-    resolve(c, done);
-}
-
-static void free_closed(hx_tcp_t *t, hx_tdone_t *done)
-{
-    for (hx_tconn_t **at = &t->conns; *at;) {
-        hx_tconn_t *c = *at;
-        if (c->fd < 0)
-            resolve(c, done);
-        if (c->fd >= 0 || c->reqs_head) {
-            at = &c->next;
-            continue;
-        }
-        *at = c->next;
-        hx_tcp_rx_free(&c->rx);
-        free(c);
-    }
-}
-
-/* Control thread, after the handshake: takes the descriptor. */
-static void take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n)
-{
-    hx_tpeer_t *p = ep->tcp;
-    hx_tcp_t *t = p->t;
-    hx_tconn_t *c = hx_alloc(sizeof *c);
-    c->fd = fd;
-    c->stream = stream;
-    c->peer = p;
-    c->fresh = true;
-    /* The control link, which is asked for signs of life, is the first to say that the peer is gone. */
-    int ms = (int)(t->engine->config.peer_timeout_ns / 500000);
-    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &ms, sizeof ms);
-    bool ok = hx_tcp_rx_init(&c->rx, early, n);
-    pthread_mutex_lock(&t->mu);
-    p->dialing -= p->dialing ? 1 : 0;
-    if (!ok || t->stopping || p->released || stream >= p->streams || p->conns[stream]) {
-        pthread_mutex_unlock(&t->mu);
-        close(fd);
-        hx_tcp_rx_free(&c->rx);
-        free(c);
-        return;
-    }
-    p->conns[stream] = c;
-    p->dirty &= ~(1u << stream);
-    p->open++;
-    p->failures = 0;
-    c->next = t->conns;
-    t->conns = c;
-    watch(t, c, EPOLL_CTL_ADD);
-    pthread_mutex_unlock(&t->mu);
-    hx_tcp_wake(t); /* it looks at what came early, and at what waits to be sent */
-}
-
-/* Control thread: an attempt has come to nothing. */
-static void dial_failed(hx_endpoint_t *ep)
-{
-    hx_tpeer_t *p = ep->tcp;
-    pthread_mutex_lock(&p->t->mu);
-    p->dialing -= p->dialing ? 1 : 0;
-    p->failures++;
-    unsigned doubled = p->failures < 7 ? p->failures - 1 : 6; /* so that an idle engine is nearly silent */
-    p->not_before_ns = hx_now_ns() + (RETRY_NS << doubled);
-    pthread_mutex_unlock(&p->t->mu);
-    hx_tcp_wake(p->t);
-}
-
-static void fail_queued(hx_tpeer_t *p, hx_tdone_t *done)
-{
-    for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
-        op->queued = false;
-        hx_op_fail(op, HX_ERR_CONNECTION, ECONNREFUSED, 0, "no data connection can be made");
-        hx_tcp_maybe_done(op, done);
-    }
-}
-
-/* Connections that are missing and wanted: opened anew, by the side that opened the first, with growing pauses. What waits for
- * them fails after a while. Answers when to look again; 0: no need. */
-static uint64_t dial(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
-{
-    bool wanted = !p->released && atomic_load(&p->ep->state) == HX_EP_UP;
-    bool usable = p->open && !p->dirty;
-    uint64_t patience = p->t->engine->config.handshake_timeout_ns;
-    if (usable)
-        p->failures = 0;
-    if (p->runq.head && !usable && wanted) {
-        if (p->dials ? p->failures >= DIAL_TRIES : now > p->idle_ns + patience)
-            fail_queued(p, done);
-    }
-    if (!wanted || p->open >= p->streams)
-        return 0;
-    if (!p->dials)
-        return p->runq.head ? p->idle_ns + patience + 1000000 : 0;
-    if (p->dialing)
-        return 0; /* the next one when this is there */
-    if (now < p->not_before_ns)
-        return p->not_before_ns;
-    for (unsigned i = 0; i < p->streams; i++) {
-        if (p->conns[i])
-            continue;
-        hx_command_t *cmd = hx_command_new(HX_CMD_DIAL, NULL, 0);
-        if (!cmd)
-            return now + RETRY_NS;
-        hx_endpoint_ref(p->ep);
-        cmd->ep = p->ep;
-        cmd->value = i;
-        p->dialing++;
-        hx_command_push(p->t->engine, cmd);
-        break;
-    }
-    return 0;
-}
-
 /* ---- what has been told to end ---- */
-
-static void drop_unsent(hx_tconn_t *c, hx_tdone_t *done)
-{
-    hx_tout_t *before = NULL;
-    for (hx_tout_t *out = c->out_head; out;) {
-        hx_tout_t *next = out->next;
-        hx_treq_t *r = out->req;
-        hx_status_t verdict = r ? hx_op_verdict(r->op) : HX_OK;
-        if (verdict == HX_OK || out->head_off) {
-            before = out;
-            out = next;
-            continue;
-        }
-        *(before ? &before->next : &c->out_head) = next;
-        if (c->out_tail == out)
-            c->out_tail = before;
-        for (size_t i = 0; i < out->niov; i++)
-            c->unsent -= out->iov[i].iov_len;
-        hx_tcp_answered(r, verdict, done); /* not a byte of it was sent */
-        hx_tcp_free_out(out);
-        out = next;
-    }
-}
 
 static void sweep(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
 {
@@ -274,7 +54,7 @@ static void sweep(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
         hx_tconn_t *c = p->conns[i];
         if (!c)
             continue;
-        drop_unsent(c, done);
+        hx_tcp_drop_unsent(c, done);
         bool drop = lost || p->released;
         for (hx_treq_t *r = c->reqs_head; r && !drop; r = r->next) {
             hx_status_t verdict = hx_op_verdict(r->op);
@@ -285,7 +65,7 @@ static void sweep(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
         }
         if (drop) { /* what is on its way cannot be called back otherwise */
             snprintf(c->why, sizeof c->why, "the data connection was given up to take a transfer back");
-            close_conn(c, done);
+            hx_tcp_close_conn(c, done);
         }
     }
 }
@@ -309,32 +89,27 @@ static void forget_released(hx_tcp_t *t, bool all)
 
 /* ---- the thread ---- */
 
-static void serve(hx_tcp_t *t, hx_tconn_t *c, uint32_t events, hx_tdone_t *done)
+static void serve(hx_tconn_t *c, uint32_t events, hx_tdone_t *done)
 {
-    bool ok = true;
-    if (c->fd < 0)
+    if (c->fd < 0 || c->reading)
         return;
-    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-        pthread_mutex_unlock(&t->mu);
-        ok = hx_tcp_receive(c, done);
-        pthread_mutex_lock(&t->mu);
-        if (!ok)
-            memcpy(c->why, c->rx.why, sizeof c->why);
-    }
-    if (!ok || c->broken)
-        close_conn(c, done);
+    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR))
+        hx_tcp_read(c, TURN, done);
+    if (c->broken)
+        hx_tcp_close_conn(c, done);
 }
 
 static void flush_all(hx_tcp_t *t, hx_tdone_t *done)
 {
     for (hx_tconn_t *c = t->conns; c; c = c->next) {
-        if (c->fd < 0)
+        if (c->fd < 0 || c->reading) /* the loop wakes us when it has read: an answer must not overtake its question */
             continue;
-        bool before = c->want_write;
+        if (c->out_head)
+            hx_tcp_lane_leave(c);
         if (c->out_head && !hx_tcp_flush(c, false))
-            close_conn(c, done);
-        else if (before != c->want_write)
-            watch(t, c, EPOLL_CTL_MOD);
+            hx_tcp_close_conn(c, done);
+        else
+            hx_tcp_watch(c);
     }
 }
 
@@ -356,14 +131,14 @@ static void *run(void *arg)
         pthread_mutex_lock(&t->mu);
         for (int i = 0; i < n; i++) {
             if (events[i].data.ptr)
-                serve(t, events[i].data.ptr, events[i].events, &done);
+                serve(events[i].data.ptr, events[i].events, &done);
         }
         for (hx_tconn_t *c = t->conns; c; c = c->next) {
             if (c->fd >= 0 && c->fresh) /* what came with the handshake waits for no event */
-                serve(t, c, EPOLLIN, &done);
+                serve(c, EPOLLIN, &done);
             c->fresh = false;
             if (c->fd >= 0 && (c->broken || t->stopping))
-                close_conn(c, &done);
+                hx_tcp_close_conn(c, &done);
         }
         bool swept = atomic_exchange(&t->kicked, false) || now >= t->sweep_ns;
         if (swept)
@@ -375,13 +150,15 @@ static void *run(void *arg)
             if (swept)
                 sweep(p, now, &done);
             hx_tcp_pump(p, &done);
-            release_notes(p, now);
+            hx_tcp_release_notes(p, now);
             live |= p->held != NULL;
-            uint64_t at = dial(p, now, &done);
+            uint64_t at = hx_tcp_dial(p, now, &done);
             due = at && (!due || at < due) ? at : due;
             live |= p->runq.head != NULL;
         }
         flush_all(t, &done);
+        uint64_t look_at = hx_tcp_lane_look(t, now);
+        due = look_at && (!due || look_at < due) ? look_at : due;
         bool more = false;
         for (hx_tconn_t *c = t->conns; c; c = c->next) {
             live |= c->reqs_head != NULL;
@@ -389,7 +166,7 @@ static void *run(void *arg)
             due = c->fd < 0 && c->reqs_head && (!due || look < due) ? look : due;
             more |= c->fd >= 0 && c->out_head && !c->want_write; /* its turn was over before its queue was */
         }
-        free_closed(t, &done);
+        hx_tcp_free_closed(t, &done);
         bool over = t->stopping && !t->conns && !live;
         if (t->stopping) {
             atomic_store(&t->kicked, true);
@@ -464,7 +241,7 @@ static void close_tcp(hx_engine_t *engine, void *state)
     (void)engine;
     for (hx_tpeer_t *p; (p = t->peers);) {
         t->peers = p->next;
-        free_notes(p);
+        hx_tcp_free_notes(p);
         free(p);
     }
     free(t->reqs);
@@ -629,7 +406,7 @@ static void forget(hx_endpoint_t *ep)
             break;
         }
     pthread_mutex_unlock(&t->mu);
-    free_notes(p);
+    hx_tcp_free_notes(p);
     free(p);
 }
 
@@ -643,29 +420,6 @@ static bool settled(hx_endpoint_t *ep)
     bool settled = !p->open;
     pthread_mutex_unlock(&p->t->mu);
     return settled;
-}
-
-/* Control thread: the connection that a newcomer replaces has been ended, so that what it still held can come no more. */
-static bool make_room(hx_endpoint_t *ep, unsigned stream)
-{
-    hx_tpeer_t *p = ep->tcp;
-    if (!p || stream >= p->streams)
-        return false;
-    for (int i = 0; i < 1000; i++) {
-        pthread_mutex_lock(&p->t->mu);
-        hx_tconn_t *old = p->conns[stream];
-        if (old && !old->broken) {
-            snprintf(old->why, sizeof old->why, "the peer has opened the data connection anew");
-            old->broken = true;
-            shutdown(old->fd, SHUT_RDWR);
-        }
-        pthread_mutex_unlock(&p->t->mu);
-        if (!old)
-            return true;
-        hx_tcp_wake(p->t);
-        poll(NULL, 0, 1);
-    }
-    return false; /* it tries again */
 }
 
 static void before_fork(void *state)
@@ -733,25 +487,6 @@ static uint64_t landing(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64
     return held < end - off ? held : end - off;
 }
 
-/* Connections with such a message, or with any, are dropped. */
-static void evict(hx_endpoint_t *ep)
-{
-    hx_tpeer_t *p = ep->tcp;
-    if (!p)
-        return;
-    pthread_mutex_lock(&p->t->mu);
-    for (unsigned i = 0; i < p->streams; i++)
-        if (p->conns[i]) {
-            snprintf(p->conns[i]->why, sizeof p->conns[i]->why,
-                     "given up: a message of the peer's stands still in memory that "
-                     "its owner wants back");
-            p->conns[i]->broken = true;
-            shutdown(p->conns[i]->fd, SHUT_RDWR);
-        }
-    pthread_mutex_unlock(&p->t->mu);
-    hx_tcp_wake(p->t);
-}
-
 const hx_provider_t hx_provider_tcp = {
     .abi = HX_PROVIDER_ABI,
     .name = "tcp",
@@ -763,19 +498,20 @@ const hx_provider_t hx_provider_tcp = {
     .close = close_tcp,
     .route = route,
     .submit = hx_tcp_submit,
+    .assist = hx_tcp_assist,
     .kick = kick,
     .introduce = introduce,
     .meet = meet,
     .release = release,
     .forget = forget,
-    .take_socket = take_socket,
-    .dial_failed = dial_failed,
+    .take_socket = hx_tcp_take_socket,
+    .dial_failed = hx_tcp_dial_failed,
     .data_address = data_address,
     .settled = settled,
-    .make_room = make_room,
+    .make_room = hx_tcp_make_room,
     .before_fork = before_fork,
     .after_fork = after_fork,
     .forked = forked,
     .landing = landing,
-    .evict = evict,
+    .evict = hx_tcp_evict,
 };

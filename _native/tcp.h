@@ -17,6 +17,7 @@
 #define HX_TCP_WINDOW (8ull << 20) /* bytes of one connection that are not answered */
 #define HX_TCP_QUEUE (2ull << 20)  /* and of those that are not sent: what a small transfer waits for */
 #define HX_TCP_REQUESTS 16384
+#define HX_TCP_LANES 8
 
 typedef struct hx_tcp hx_tcp_t;
 typedef struct hx_treq hx_treq_t;
@@ -47,7 +48,7 @@ typedef struct hx_tout {
     size_t nrows;
 } hx_tout_t;
 
-/* What is being received; progress thread, but for what hx_tcp_landing reads under mu. */
+/* What is being received; of whoever has set `reading`, but for what landing() looks at under mu. */
 typedef struct {
     uint8_t *stage; /* bytes that were read and not looked at yet */
     size_t len, off;
@@ -63,6 +64,7 @@ typedef struct {
     hx_region_t *region; /* of a WRITE: acquired */
     hx_treq_t *req;      /* of DATA; NULL: nobody wants it any more */
     bool active;         /* region and rows are valid: under mu */
+    uint64_t received;   /* how often bytes came */
     char why[128];       /* it failed; the connection's own is under mu */
 } hx_trx_t;
 
@@ -72,6 +74,11 @@ struct hx_tconn {
     int fd;
     unsigned stream;
     bool want_write, sending, broken, fresh;
+    bool reading;     /* somebody is in hx_tcp_receive: nobody else, and it is not closed meanwhile */
+    uint32_t watched; /* what the progress thread's epoll was asked for */
+    bool in_lane;     /* the loop reads it: tcp_lane.c */
+    uint64_t small_ns, lane_after_ns, look_ns;
+    uint64_t received, seen; /* how often bytes have come; and at the last look, if some were waiting */
     hx_tout_t *out_head, *out_tail;
     hx_treq_t *reqs_head, *reqs_tail;
     uint64_t unanswered, unsent; /* bytes: of requests; of what is queued */
@@ -119,6 +126,8 @@ struct hx_tcp {
     hx_tconn_t *conns;
     hx_treq_t *reqs, *free_reqs;
     uint64_t sweep_ns;
+    hx_tconn_t *lanes[HX_TCP_LANES];
+    _Atomic unsigned nlanes; /* changed under mu */
     bool checksum;
     unsigned streams;
 };
@@ -131,6 +140,16 @@ void hx_tcp_submit(hx_op_t *op);                    /* not under mu */
 void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done);  /* from operations to messages */
 bool hx_tcp_flush(hx_tconn_t *c, bool inline_only); /* false: the connection has failed; may drop mu */
 void hx_tcp_queue(hx_tconn_t *c, hx_tout_t *out);
+/* Adds memory to a list; what follows the last entry extends it: fewer entries are fewer system calls. The new length. */
+static inline size_t hx_tcp_span(struct iovec *iov, size_t n, uint8_t *base, uint64_t nbytes)
+{
+    if (n && (uint8_t *)iov[n - 1].iov_base + iov[n - 1].iov_len == base) {
+        iov[n - 1].iov_len += nbytes;
+        return n;
+    }
+    iov[n] = (struct iovec){base, nbytes};
+    return n + 1;
+}
 void hx_tcp_say_done(hx_tconn_t *c, const hx_tcp_head_t *ask, uint32_t status);
 void hx_tcp_say_data(hx_tconn_t *c, const hx_tcp_head_t *ask, hx_region_t *region, const hx_tcp_row_t *rows,
                      uint32_t crc);
@@ -138,10 +157,30 @@ uint32_t hx_tcp_head_crc(const hx_tcp_head_t *head, const hx_tcp_row_t *rows);
 uint32_t hx_tcp_payload_crc(const struct iovec *iov, size_t n);
 void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_tdone_t *done);
 void hx_tcp_free_out(hx_tout_t *out);
+void hx_tcp_drop_unsent(hx_tconn_t *c, hx_tdone_t *done);
 void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done);
 
-/* tcp_receive.c; progress thread, not under mu */
-bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done); /* false: the connection has failed, and rx.why says why */
+/* tcp_conn.c; under mu, but for those of the control thread */
+void hx_tcp_watch(hx_tconn_t *c);
+bool hx_tcp_read(hx_tconn_t *c, size_t turn, hx_tdone_t *done); /* drops mu; false: it has failed, and is `broken` */
+void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done);        /* later, if it is being read */
+void hx_tcp_free_closed(hx_tcp_t *t, hx_tdone_t *done);
+void hx_tcp_free_notes(hx_tpeer_t *p);
+void hx_tcp_release_notes(hx_tpeer_t *p, uint64_t now);
+uint64_t hx_tcp_dial(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done);
+void hx_tcp_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n);
+void hx_tcp_dial_failed(hx_endpoint_t *ep);
+bool hx_tcp_make_room(hx_endpoint_t *ep, unsigned stream);
+void hx_tcp_evict(hx_endpoint_t *ep);
+
+/* tcp_lane.c; under mu */
+void hx_tcp_lane_posted(hx_tconn_t *c);               /* a small message was sent by who posted it */
+void hx_tcp_lane_leave(hx_tconn_t *c);                /* before it is closed */
+uint64_t hx_tcp_lane_look(hx_tcp_t *t, uint64_t now); /* progress thread; when to look again, 0: no need */
+bool hx_tcp_assist(hx_engine_t *engine, void *state); /* the loop's thread, not under mu; true: bytes have come */
+
+/* tcp_receive.c; not under mu, with `reading` set */
+bool hx_tcp_receive(hx_tconn_t *c, size_t turn, hx_tdone_t *done); /* false: it has failed, and rx.why says why */
 bool hx_tcp_rx_init(hx_trx_t *rx, const uint8_t *early, size_t n);
 void hx_tcp_rx_free(hx_trx_t *rx);
 

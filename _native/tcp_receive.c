@@ -18,7 +18,6 @@
 #define IOV 64
 #define OWED_MAX 32768           /* answers, */
 #define UNSENT_MAX (32ull << 20) /* and bytes of them, that a peer has not taken: several times its window */
-#define TURN (4u << 20)          /* of one connection, before the others have their turn */
 
 bool hx_tcp_rx_init(hx_trx_t *rx, const uint8_t *early, size_t n)
 {
@@ -147,7 +146,7 @@ static bool begin(hx_tconn_t *c, hx_tdone_t *done)
         rx->status = admit(c, h, rx->rows, HX_ACCESS_WRITE, &rx->region);
         rx->active = rx->region != NULL;
         for (uint32_t i = 0; i < h->nrows && rx->region; i++)
-            rx->iov[rx->niov++] = (struct iovec){rx->region->base + rx->rows[i].off, rx->rows[i].nbytes};
+            rx->niov = hx_tcp_span(rx->iov, rx->niov, rx->region->base + rx->rows[i].off, rx->rows[i].nbytes);
     } else if (h->type == HX_TCP_READ) {
         hx_region_t *region;
         hx_status_t status = admit(c, h, rx->rows, HX_ACCESS_READ, &region);
@@ -174,8 +173,9 @@ static bool begin(hx_tconn_t *c, hx_tdone_t *done)
                 uint64_t from, to;
                 hx_op_row(r->op, &r->batch, i, &from, &to);
                 if (from < to)
-                    rx->iov[rx->niov++] =
-                        (struct iovec){r->op->parts[part].local->base + r->op->descs[i].local_off + from, to - from};
+                    rx->niov =
+                        hx_tcp_span(rx->iov, rx->niov,
+                                    r->op->parts[part].local->base + r->op->descs[i].local_off + from, to - from);
             }
             rx->req = r;
         }
@@ -270,13 +270,13 @@ static bool digest(hx_tconn_t *c, hx_tdone_t *done)
     return true;
 }
 
-bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done)
+bool hx_tcp_receive(hx_tconn_t *c, size_t turn, hx_tdone_t *done)
 {
     hx_trx_t *rx = &c->rx;
     size_t total = 0;
     if (!digest(c, done)) /* what came with the handshake */
         return false;
-    while (total < TURN) {
+    while (total < turn) {
         struct iovec iov[IOV + 1];
         size_t n = 0, direct = 0;
         /* The payload straight to where it belongs, what follows it to the stage. One that nobody wants goes by the stage. */
@@ -312,6 +312,7 @@ bool hx_tcp_receive(hx_tconn_t *c, hx_tdone_t *done)
         rx->left -= payload;
         rx->len += (size_t)got - payload;
         total += (size_t)got;
+        rx->received++;
         if (!digest(c, done))
             return false;
         if ((size_t)got < want) /* it was empty; what comes now wakes us again */

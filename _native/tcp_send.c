@@ -164,8 +164,9 @@ void hx_tcp_say_data(hx_tconn_t *c, const hx_tcp_head_t *ask, hx_region_t *regio
     if (head.flags & HX_TCP_CHECKSUM)
         head.head_crc = hx_tcp_head_crc(&head, NULL);
     hx_tout_t *out = new_out(&head, NULL, ask->nrows);
+    out->niov = 0;
     for (uint32_t i = 0; i < ask->nrows; i++)
-        out->iov[i] = (struct iovec){region->base + rows[i].off, rows[i].nbytes};
+        out->niov = hx_tcp_span(out->iov, out->niov, region->base + rows[i].off, rows[i].nbytes);
     out->region = region;
     out->region_id = region->id;
     out->nrows = ask->nrows;
@@ -201,11 +202,10 @@ static void cut(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c, hx_treq_t *r)
         hx_op_row(op, &r->batch, i, &from, &to);
         if (from == to)
             continue;
-        rows[n] = (hx_tcp_row_t){op->descs[i].remote_off + from, to - from};
-        iov[n++] = (struct iovec){base + op->descs[i].local_off + from, to - from};
+        rows[head.nrows++] = (hx_tcp_row_t){op->descs[i].remote_off + from, to - from};
+        n = hx_tcp_span(iov, n, base + op->descs[i].local_off + from, to - from);
         head.nbytes += to - from;
     }
-    head.nrows = (uint32_t)n;
     r->nbytes = head.nbytes;
     bool write = op->kind == HX_WRITE;
     if (t->checksum) {
@@ -363,6 +363,30 @@ void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done)
     }
 }
 
+/* What is told to end, and has not begun to be sent, leaves. */
+void hx_tcp_drop_unsent(hx_tconn_t *c, hx_tdone_t *done)
+{
+    hx_tout_t *before = NULL;
+    for (hx_tout_t *out = c->out_head; out;) {
+        hx_tout_t *next = out->next;
+        hx_treq_t *r = out->req;
+        hx_status_t verdict = r ? hx_op_verdict(r->op) : HX_OK;
+        if (verdict == HX_OK || out->head_off) {
+            before = out;
+            out = next;
+            continue;
+        }
+        *(before ? &before->next : &c->out_head) = next;
+        if (c->out_tail == out)
+            c->out_tail = before;
+        for (size_t i = 0; i < out->niov; i++)
+            c->unsent -= out->iov[i].iov_len;
+        hx_tcp_answered(r, verdict, done); /* not a byte of it was sent */
+        hx_tcp_free_out(out);
+        out = next;
+    }
+}
+
 /* ---- the socket ---- */
 
 static size_t gather(hx_tout_t *out, struct iovec *iov, size_t room, size_t *nbytes_p)
@@ -471,6 +495,8 @@ static bool send_now(hx_tpeer_t *p, hx_op_t *op)
     cut(p->t, op, c, r);
     if (!hx_tcp_flush(c, true) || c->out_head)
         hx_tcp_wake(p->t); /* the rest is the thread's */
+    else
+        hx_tcp_lane_posted(c);
     return true;
 }
 

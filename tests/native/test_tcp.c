@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include "pair.h"
+#include "tcp.h"
 
 enum { NBYTES = 8 << 20, RW = HX_ACCESS_READ | HX_ACCESS_WRITE };
 
@@ -157,8 +158,90 @@ static void test_cancel_and_loss(void)
     side_close(&b);
 }
 
+static unsigned lanes(const side_t *s)
+{
+    hx_tcp_t *tcp = hx_provider_state(s->engine, &hx_provider_tcp);
+    return atomic_load(&tcp->nlanes);
+}
+
+/* Small posts that follow each other: who waits reads the answers itself. Nothing depends on that it does. */
+static void test_lane(bool checksum)
+{
+    enum { TURNS = 600, SMALL = 4096 };
+    side_t a, b;
+    open_tcp(&a, "tcp-a", checksum, 1);
+    open_tcp(&b, "tcp-b", checksum, 1);
+    link_tcp(&a, &b);
+    hx_region_t *local = allocate(&a, NBYTES, RW, "mine"), *target = allocate(&b, NBYTES, RW, "t");
+    WAIT(remote(&a, "t") != NULL && remote(&b, "mine") != NULL);
+    uint8_t *here = hx_region_addr(local), *there = hx_region_addr(target);
+    static uint8_t expected[TURNS * SMALL];
+    unsigned seen = 0;
+    fill(here, NBYTES, 1);
+    memcpy(expected, here, sizeof expected);
+    for (uint64_t i = 0, at; i < TURNS; i++) {
+        at = i * SMALL;
+        CHECK_EQ(post_one(&a, HX_WRITE, 1 + i, local, at, remote(&a, "t"), at, SMALL, NULL), HX_OK);
+        if (i % 7 == 0) /* the peer asks on the same connection, */
+            CHECK_EQ(post_one(&b, HX_READ, 5000 + i, target, NBYTES / 2, remote(&b, "mine"), NBYTES / 2, SMALL, NULL),
+                     HX_OK);
+        if (i % 50 == 0) /* and something large goes both ways */
+            CHECK_EQ(post_one(i % 100 ? &a : &b, HX_WRITE, 6000 + i, i % 100 ? local : target, NBYTES / 2,
+                              i % 100 ? remote(&a, "t") : remote(&b, "mine"), NBYTES / 2, NBYTES / 2, NULL),
+                     HX_OK);
+        WAIT_FINAL(&a, 1 + i, HX_OK);
+        seen |= lanes(&a);
+    }
+    CHECK(seen);
+    for (uint64_t i = 0; i < TURNS; i++) {
+        if (i % 7 == 0)
+            WAIT_FINAL(&b, 5000 + i, HX_OK);
+        if (i % 50 == 0)
+            WAIT_FINAL(i % 100 ? &a : &b, 6000 + i, HX_OK);
+    }
+    /* Whose consumer does something else is served all the same. */
+    for (uint64_t i = 0; i < 20; i++) {
+        double end = seconds() + PATIENCE;
+        while (!lanes(&a) && seconds() < end) {
+            atomic_store(&a.of[7000].finals, 0);
+            CHECK_EQ(post_one(&a, HX_WRITE, 7000, local, 0, remote(&a, "t"), 0, SMALL, NULL), HX_OK);
+            WAIT_FINAL(&a, 7000, HX_OK);
+        }
+        CHECK(lanes(&a));
+        uint64_t nbytes = i % 2 ? NBYTES : SMALL;
+        CHECK_EQ(post_one(&b, HX_WRITE, 8000 + i, target, 0, remote(&b, "mine"), 0, nbytes, NULL), HX_OK);
+        CHECK_EQ(post_one(&b, HX_READ, 8100 + i, target, 0, remote(&b, "mine"), 0, nbytes, NULL), HX_OK);
+        end = seconds() + PATIENCE;
+        while (!(atomic_load(&b.of[8000 + i].finals) && atomic_load(&b.of[8100 + i].finals)) && seconds() < end) {
+            struct pollfd bell = {.fd = hx_engine_fileno(b.engine), .events = POLLIN};
+            poll(&bell, 1, 1000);
+            pump(&b);
+        }
+        WAIT_FINAL(&b, 8000 + i, HX_OK);
+        WAIT_FINAL(&b, 8100 + i, HX_OK);
+    }
+    /* It comes to nothing where there is nothing to do, and it may be open at the end. */
+    double end = seconds() + PATIENCE;
+    while (lanes(&a) && seconds() < end)
+        poll(NULL, 0, 1);
+    CHECK_EQ(lanes(&a), 0);
+    settle(&b, target, &a);
+    CHECK(!memcmp(expected, there, sizeof expected));
+    for (uint64_t i = 0; i < 10; i++)
+        CHECK_EQ(post_one(&a, HX_WRITE, 9000 + i, local, 0, remote(&a, "t"), 0, SMALL, NULL), HX_OK);
+    hx_engine_stop(a.engine);
+    for (uint64_t i = 0; i < 10; i++)
+        WAIT(atomic_load(&a.of[9000 + i].finals) == 1);
+    hx_region_unref(local);
+    hx_region_unref(target);
+    side_close(&a);
+    side_close(&b);
+}
+
 int main(void)
 {
+    test_lane(false);
+    test_lane(true);
     test_moves(false, false, 1);
     test_moves(false, true, 3);
     test_moves(true, false, 2);
