@@ -162,6 +162,8 @@ cdef class Engine:
                 config.streams = value
             elif key == "checksum":
                 config.checksum = 1 if value else 0
+            elif key == "zerocopy":
+                config.zerocopy = 1 if value else 0
             elif key == "cancel_grace_ns":
                 config.cancel_grace_ns = value
             else:
@@ -282,7 +284,8 @@ cdef class Engine:
         cdef hx.hx_stats_t s
         hx.hx_engine_stats(self.engine, &s)
         return {"posted": s.posted, "completed": s.completed, "inlined": s.inlined, "nbytes": s.nbytes,
-                "notes_in": s.notes_in, "notes_out": s.notes_out, "refused": s.refused, "live_ops": s.live_ops,
+                "notes_in": s.notes_in, "notes_out": s.notes_out, "refused": s.refused, "zerocopied": s.zerocopied,
+                "zerocopy_copied": s.zerocopy_copied, "live_ops": s.live_ops,
                 "live_regions": s.live_regions, "peers": s.peers, "mappings": s.mappings}
 
     def stop(self):

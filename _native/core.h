@@ -514,6 +514,7 @@ struct hx_engine {
     _Atomic uint64_t fault_count;
     _Atomic uint32_t posting; /* threads inside hx_post */
     _Atomic uint64_t n_posted, n_completed, n_inlined, n_bytes, n_notes_in, n_notes_out, n_refused;
+    _Atomic uint64_t n_zc, n_zc_copied; /* calls that sent from the caller's pages; that the kernel copied after all */
     _Atomic uint32_t live_ops, npeers, mappings;
 };
 

@@ -407,6 +407,8 @@ void hx_engine_stats(hx_engine_t *engine, hx_stats_t *out)
         .notes_in = atomic_load(&engine->n_notes_in),
         .notes_out = atomic_load(&engine->n_notes_out),
         .refused = atomic_load(&engine->n_refused),
+        .zerocopied = atomic_load(&engine->n_zc),
+        .zerocopy_copied = atomic_load(&engine->n_zc_copied),
         .live_ops = atomic_load(&engine->live_ops),
         .live_regions = atomic_load(&engine->nregions),
         .peers = atomic_load(&engine->npeers),

@@ -125,6 +125,7 @@ typedef struct {
     const hx_hixl_config_t *hixl; /* NULL: without */
     uint32_t streams;             /* tcp: connections to a peer; 0: the measured default */
     bool checksum;                /* tcp: CRC-32C of each message */
+    bool zerocopy;                /* tcp: MSG_ZEROCOPY */
 } hx_config_t;
 
 typedef struct {
@@ -191,7 +192,8 @@ typedef struct {
 } hx_post_t;
 
 typedef struct {
-    uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused, live_ops, live_regions, peers, mappings;
+    uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused, zerocopied, zerocopy_copied, live_ops,
+        live_regions, peers, mappings;
 } hx_stats_t;
 
 /* status.c */

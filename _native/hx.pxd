@@ -101,6 +101,7 @@ cdef extern from "hx.h" nogil:
         uint32_t transports
         uint32_t streams
         hx_bool checksum
+        hx_bool zerocopy
         const hx_hixl_config_t *hixl
 
     ctypedef struct hx_target_t:
@@ -160,7 +161,7 @@ cdef extern from "hx.h" nogil:
         size_t topic_len
 
     ctypedef struct hx_stats_t:
-        uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused
+        uint64_t posted, completed, inlined, nbytes, notes_in, notes_out, refused, zerocopied, zerocopy_copied
         uint64_t live_ops, live_regions, peers, mappings
 
     const char *hx_status_name(hx_status_t status)

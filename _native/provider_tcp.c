@@ -20,8 +20,10 @@
 #include "tcp.h"
 
 #define SWEEP_NS 50000000ull
-#define TURN (4u << 20)    /* of one connection, before the others have their turn */
-#define DEFAULT_STREAMS 1u /* the default number of connections to a peer: benchmarks/README.md */
+#define GHOST_NS 2000000ull      /* between looks at whether the kernel has let go of a closed connection's pages */
+#define GIVE_UP_NS 5000000000ull /* after which an engine ends without that */
+#define TURN (4u << 20)          /* of one connection, before the others have their turn */
+#define DEFAULT_STREAMS 1u       /* the default number of connections to a peer: benchmarks/README.md */
 
 void hx_tcp_wake(hx_tcp_t *t)
 {
@@ -78,7 +80,7 @@ static void forget_released(hx_tcp_t *t, bool all)
         ep = NULL;
         pthread_mutex_lock(&t->mu);
         for (hx_tpeer_t *p = t->peers; p && !ep; p = p->next)
-            if (p->ep && (all || (p->released && !p->open && !p->runq.head && !p->dialing))) {
+            if (p->ep && (all || (p->released && !p->open && !p->runq.head && !p->dialing && !p->ghosts))) {
                 ep = p->ep;
                 p->ep = NULL;
             }
@@ -93,6 +95,8 @@ static void serve(hx_tconn_t *c, uint32_t events, hx_tdone_t *done)
 {
     if (c->fd < 0 || c->reading)
         return;
+    if (events & EPOLLERR)
+        hx_tcp_zc_reap(c, done);
     if (events & (EPOLLIN | EPOLLHUP | EPOLLERR))
         hx_tcp_read(c, TURN, done);
     if (c->broken)
@@ -111,6 +115,21 @@ static void flush_all(hx_tcp_t *t, hx_tdone_t *done)
         else
             hx_tcp_watch(c);
     }
+}
+
+/* Nothing but ghosts are left, and they stay: so do the threads' memory and the regions. */
+static bool give_up(hx_tcp_t *t, uint64_t now)
+{
+    if (!t->give_up_ns)
+        t->give_up_ns = now + GIVE_UP_NS;
+    if (!t->conns || now < t->give_up_ns)
+        return false;
+    for (hx_tconn_t *c = t->conns; c; c = c->next)
+        if (c->ghost_fd < 0)
+            return false;
+    for (hx_tconn_t *c = t->conns; c; c = c->next)
+        hx_tcp_zc_abandon(c);
+    return true;
 }
 
 static void *run(void *arg)
@@ -164,6 +183,8 @@ static void *run(void *arg)
             live |= c->reqs_head != NULL;
             uint64_t look = now < c->limbo_ns ? c->limbo_ns : now + SWEEP_NS;
             due = c->fd < 0 && c->reqs_head && (!due || look < due) ? look : due;
+            look = now + GHOST_NS;
+            due = c->ghost_fd >= 0 && (!due || look < due) ? look : due;
             more |= c->fd >= 0 && c->out_head && !c->want_write; /* its turn was over before its queue was */
         }
         hx_tcp_free_closed(t, &done);
@@ -171,6 +192,7 @@ static void *run(void *arg)
         if (t->stopping) {
             atomic_store(&t->kicked, true);
             due = now + 1000000;
+            over = over || give_up(t, now);
         }
         if (live && (!due || t->sweep_ns < due))
             due = t->sweep_ns;
@@ -192,6 +214,7 @@ static hx_status_t open_tcp(hx_engine_t *engine, void **state_p, char text[HX_TE
         return HX_ERR_NO_MEMORY;
     t->engine = engine;
     t->checksum = engine->config.checksum;
+    t->zerocopy = engine->config.zerocopy;
     t->streams = engine->config.streams ? engine->config.streams : DEFAULT_STREAMS;
     pthread_mutex_init(&t->mu, NULL);
     pthread_mutex_init(&t->wake_mu, NULL);
@@ -438,8 +461,10 @@ static void after_fork(void *state)
 static void forked(void *state)
 {
     hx_tcp_t *t = state;
-    for (hx_tconn_t *c = t->conns; c; c = c->next)
+    for (hx_tconn_t *c = t->conns; c; c = c->next) {
         hx_close_fd(&c->fd);
+        hx_close_fd(&c->ghost_fd);
+    }
     hx_close_fd(&t->epoll_fd);
     hx_close_fd(&t->wake_fd);
 }
@@ -466,6 +491,15 @@ static uint64_t rows_in(const hx_tcp_row_t *rows, size_t n, uint64_t off, uint64
     return held < end - off ? held : end - off;
 }
 
+static uint64_t read_in(const hx_tout_t *out, uint64_t region, uint64_t off, uint64_t end)
+{
+    uint64_t held = 0;
+    for (; out; out = out->next)
+        if (out->region && out->region_id == region)
+            held += rows_in(out->rows, out->nrows, off, end);
+    return held;
+}
+
 static uint64_t landing(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end)
 {
     hx_tpeer_t *p = ep->tcp;
@@ -473,15 +507,12 @@ static uint64_t landing(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64
     if (!p)
         return 0;
     pthread_mutex_lock(&p->t->mu);
-    for (unsigned i = 0; i < p->streams; i++) {
-        hx_tconn_t *c = p->conns[i];
-        if (!c)
+    for (const hx_tconn_t *c = p->t->conns; c; c = c->next) {
+        if (c->peer != p)
             continue;
         if (c->rx.active && c->rx.head.region == region)
             held += rows_in(c->rx.rows, c->rx.head.nrows, off, end);
-        for (hx_tout_t *out = c->out_head; out; out = out->next)
-            if (out->region && out->region_id == region)
-                held += rows_in(out->rows, out->nrows, off, end);
+        held += read_in(c->out_head, region, off, end) + read_in(c->held_head, region, off, end);
     }
     pthread_mutex_unlock(&p->t->mu);
     return held < end - off ? held : end - off;

@@ -31,7 +31,10 @@ struct hx_treq {
     hx_batch_t batch;
     uint32_t index, gen;
     uint64_t nbytes;
-    bool unsent; /* of a WRITE: some of its bytes still have to be read from the source */
+    bool unsent;   /* of a WRITE: some of its bytes still have to be read from the source */
+    bool held;     /* likewise: the kernel sends from the source (tcp_zerocopy.c), and may read it still; */
+    bool answered; /* meanwhile the peer has said this */
+    hx_status_t status;
 };
 
 /* Something to be sent: a head with its rows, and the memory of the payload. */
@@ -46,6 +49,8 @@ typedef struct hx_tout {
     uint64_t region_id;
     hx_tcp_row_t *rows; /* likewise, in it */
     size_t nrows;
+    bool zc; /* sent from its memory, last by the call of this number */
+    uint32_t zc_last;
 } hx_tout_t;
 
 /* What is being received; of whoever has set `reading`, but for what landing() looks at under mu. */
@@ -84,7 +89,12 @@ struct hx_tconn {
     uint64_t unanswered, unsent; /* bytes: of requests; of what is queued */
     uint64_t limbo_ns;           /* closed, with requests: until then the peer's loss may still be the reason */
     hx_trx_t rx;
-    uint32_t owed; /* answers that the peer has not taken */
+    uint32_t owed;                       /* answers that the peer has not taken */
+    bool zc;                             /* MSG_ZEROCOPY: tcp_zerocopy.c */
+    uint32_t zc_next, zc_low, zc_copied; /* number of the next call; all below this are reported; so many were copied */
+    uint64_t *zc_seen;
+    hx_tout_t *held_head, *held_tail;
+    int ghost_fd;  /* of a closed connection: its socket, until the last report */
     char why[128]; /* all of it under mu, but for rx */
 };
 
@@ -97,7 +107,7 @@ struct hx_tpeer {
     bool dials;       /* we open the connections */
     struct sockaddr_storage address;
     socklen_t address_len;
-    unsigned streams, open, dialing, failures;
+    unsigned streams, open, dialing, failures, ghosts; /* ghosts: closed ones that the kernel still sends for */
     /* Bit set: that stream's last connection went with messages that were not answered, and may be received still. Nothing is
      * sent to the peer before the stream is open again: the peer ends the old one before it takes the new one. */
     uint32_t dirty;
@@ -128,8 +138,9 @@ struct hx_tcp {
     uint64_t sweep_ns;
     hx_tconn_t *lanes[HX_TCP_LANES];
     _Atomic unsigned nlanes; /* changed under mu */
-    bool checksum;
+    bool checksum, zerocopy;
     unsigned streams;
+    uint64_t give_up_ns; /* while it stops */
 };
 
 void hx_tcp_wake(hx_tcp_t *t);
@@ -172,6 +183,15 @@ void hx_tcp_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_
 void hx_tcp_dial_failed(hx_endpoint_t *ep);
 bool hx_tcp_make_room(hx_endpoint_t *ep, unsigned stream);
 void hx_tcp_evict(hx_endpoint_t *ep);
+
+/* tcp_zerocopy.c; under mu, progress thread */
+void hx_tcp_zc_enable(hx_tconn_t *c);
+bool hx_tcp_zc_fits(const hx_tconn_t *c, size_t nbytes); /* send this so? */
+bool hx_tcp_zc_out(const hx_tconn_t *c);                 /* there are pages out */
+void hx_tcp_zc_hold(hx_tconn_t *c, hx_tout_t *out);      /* it has been sent */
+void hx_tcp_zc_reap(hx_tconn_t *c, hx_tdone_t *done);    /* what the kernel reports */
+bool hx_tcp_zc_part(hx_tconn_t *c, hx_tdone_t *done);    /* before it is closed; true: its socket is a ghost now */
+void hx_tcp_zc_abandon(hx_tconn_t *c);                   /* the report does not come, and the engine ends */
 
 /* tcp_lane.c; under mu */
 void hx_tcp_lane_posted(hx_tconn_t *c);               /* a small message was sent by who posted it */

@@ -56,6 +56,8 @@ static void resolve(hx_tconn_t *c, hx_tdone_t *done)
     bool gone = p->t->stopping || p->released || atomic_load(&p->ep->state) != HX_EP_UP;
     for (hx_treq_t *r = c->reqs_head, *next; r; r = next) {
         next = r->next;
+        if (r->held)
+            continue;
         r->unsent = false;
         if (!gone && now < c->limbo_ns && hx_op_verdict(r->op) == HX_OK)
             continue;
@@ -103,9 +105,12 @@ void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done)
         return; /* the thread is woken when that is over */
     hx_tcp_lane_leave(c);
     epoll_ctl(p->t->epoll_fd, EPOLL_CTL_DEL, c->fd, NULL);
-    shutdown(c->fd, SHUT_RDWR); /* also where a process that is being started holds it for a moment longer */
-    close(c->fd);
-    c->fd = -1;
+    if (!hx_tcp_zc_part(c, done)) {
+        shutdown(c->fd, SHUT_RDWR); /* also where a process that is being started holds it for a moment longer */
+        close(c->fd);
+        c->fd = -1;
+    }
+    p->ghosts += c->ghost_fd >= 0;
     if (!c->why[0])
         snprintf(c->why, sizeof c->why, "the data connection was closed");
     p->conns[c->stream] = NULL;
@@ -130,14 +135,20 @@ void hx_tcp_free_closed(hx_tcp_t *t, hx_tdone_t *done)
 {
     for (hx_tconn_t **at = &t->conns; *at;) {
         hx_tconn_t *c = *at;
-        if (c->fd < 0)
+        if (c->fd < 0) {
+            if (c->ghost_fd >= 0) {
+                hx_tcp_zc_reap(c, done);
+                c->peer->ghosts -= c->ghost_fd < 0;
+            }
             resolve(c, done);
-        if (c->fd >= 0 || c->reqs_head) {
+        }
+        if (c->fd >= 0 || c->reqs_head || c->ghost_fd >= 0) {
             at = &c->next;
             continue;
         }
         *at = c->next;
         hx_tcp_rx_free(&c->rx);
+        free(c->zc_seen);
         free(c);
     }
 }
@@ -149,6 +160,7 @@ void hx_tcp_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_
     hx_tcp_t *t = p->t;
     hx_tconn_t *c = hx_alloc(sizeof *c);
     c->fd = fd;
+    c->ghost_fd = -1;
     c->stream = stream;
     c->peer = p;
     c->fresh = true;
@@ -156,12 +168,15 @@ void hx_tcp_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_
     int ms = (int)(t->engine->config.peer_timeout_ns / 500000);
     setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &ms, sizeof ms);
     bool ok = hx_tcp_rx_init(&c->rx, early, n);
+    if (t->zerocopy)
+        hx_tcp_zc_enable(c);
     pthread_mutex_lock(&t->mu);
     p->dialing -= p->dialing ? 1 : 0;
     if (!ok || t->stopping || p->released || stream >= p->streams || p->conns[stream]) {
         pthread_mutex_unlock(&t->mu);
         close(fd);
         hx_tcp_rx_free(&c->rx);
+        free(c->zc_seen);
         free(c);
         return;
     }

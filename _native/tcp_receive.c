@@ -82,7 +82,7 @@ static hx_treq_t *find_req(hx_tconn_t *c, uint64_t id)
     hx_tcp_t *t = c->peer->t;
     uint32_t index = (uint32_t)id;
     hx_treq_t *r = index < HX_TCP_REQUESTS ? &t->reqs[index] : NULL;
-    return r && r->op && r->gen == (uint32_t)(id >> 32) && r->conn == c ? r : NULL;
+    return r && r->op && !r->answered && r->gen == (uint32_t)(id >> 32) && r->conn == c ? r : NULL;
 }
 
 static const char *check_head(const hx_tcp_head_t *h)

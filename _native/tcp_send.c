@@ -24,7 +24,7 @@ static hx_treq_t *new_req(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c)
     t->free_reqs = r->next;
     r->op = op;
     r->conn = c;
-    r->unsent = false;
+    r->unsent = r->held = r->answered = false;
     r->next = NULL;
     return r;
 }
@@ -77,6 +77,11 @@ void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_tdone_t *done)
 {
     hx_op_t *op = r->op;
     hx_tconn_t *c = r->conn;
+    if (r->held) { /* not over before the kernel says so, too */
+        r->answered = true;
+        r->status = status;
+        return;
+    }
     *(r->prev ? &r->prev->next : &c->reqs_head) = r->next;
     *(r->next ? &r->next->prev : &c->reqs_tail) = r->prev;
     c->unanswered -= r->nbytes;
@@ -408,11 +413,15 @@ static size_t gather(hx_tout_t *out, struct iovec *iov, size_t room, size_t *nby
 }
 
 /* What the kernel has taken is not ours any more. */
-static void advance(hx_tconn_t *c, size_t sent)
+static void advance(hx_tconn_t *c, size_t sent, bool zc)
 {
     hx_tout_t *out;
     while ((out = c->out_head)) {
         size_t n = out->head_len - out->head_off;
+        if (zc && sent) {
+            out->zc = true;
+            out->zc_last = c->zc_next - 1;
+        }
         n = n < sent ? n : sent;
         out->head_off += n;
         sent -= n;
@@ -436,7 +445,10 @@ static void advance(hx_tconn_t *c, size_t sent)
         c->out_head = out->next;
         if (!c->out_head)
             c->out_tail = NULL;
-        hx_tcp_free_out(out);
+        if (out->zc && (int32_t)(out->zc_last - c->zc_low) >= 0)
+            hx_tcp_zc_hold(c, out);
+        else
+            hx_tcp_free_out(out);
     }
 }
 
@@ -448,16 +460,22 @@ bool hx_tcp_flush(hx_tconn_t *c, bool inline_only)
         struct iovec iov[IOV];
         size_t want = 0, n = gather(c->out_head, iov, IOV, &want);
         struct msghdr msg = {.msg_iov = iov, .msg_iovlen = n};
+        bool zc = !inline_only && hx_tcp_zc_fits(c, want);
         c->sending = true;
         if (!inline_only)
             pthread_mutex_unlock(&t->mu);
-        ssize_t sent = sendmsg(c->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t sent = sendmsg(c->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT | (zc ? MSG_ZEROCOPY : 0));
+        if (zc && sent < 0 && errno == ENOBUFS) { /* more pages are out than the system has room to list */
+            zc = false;
+            sent = sendmsg(c->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
+        }
         int err = errno;
         if (!inline_only)
             pthread_mutex_lock(&t->mu);
         c->sending = false;
         if (sent < 0 && err == EINTR)
             continue;
+        c->zc_next += zc && sent > 0; /* the kernel counts along */
         if (sent > 0 && c->reqs_head) /* a slow network is progress */
             atomic_store(&c->reqs_head->op->progress_ns, hx_now_ns());
         if (sent < 0 && err != EAGAIN && err != EWOULDBLOCK && err != ENOBUFS) {
@@ -467,11 +485,11 @@ bool hx_tcp_flush(hx_tconn_t *c, bool inline_only)
         }
         if (sent < 0 || (size_t)sent < want) {
             if (sent > 0)
-                advance(c, (size_t)sent);
+                advance(c, (size_t)sent, zc);
             c->want_write = true;
             return true;
         }
-        advance(c, (size_t)sent);
+        advance(c, (size_t)sent, zc);
         total += (size_t)sent;
     }
     c->want_write = c->out_head != NULL;

@@ -62,6 +62,7 @@ class EngineConfig:
     force: bool = False
     streams: int | None = None
     checksum: bool = False
+    zerocopy: bool = False
     copy_threads: int | None = None
     queue_depth: int = 16384
     peer_depth: int = 8192
@@ -148,7 +149,7 @@ class EngineConfig:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value or not _encodes(value)):
                 raise ConfigError(f"{key}: a str that is not empty and fit for UTF-8, not {type(value).__name__}")
-        for flag in ("force", "checksum"):
+        for flag in ("force", "checksum", "zerocopy"):
             if not isinstance(getattr(self, flag), bool):
                 raise ConfigError(f"{flag}: True or False, not {getattr(self, flag)!r}")
         if self.replace is not None and not re.fullmatch("[0-9a-f]{32}", self.replace):
@@ -208,6 +209,7 @@ class EngineConfig:
             "cancel_grace_ns": int(self.cancel_grace * 1e9),
             "handshake_timeout_ns": int(self.handshake_timeout * 1e9),
             "checksum": int(self.checksum),
+            "zerocopy": int(self.zerocopy),
         }
         if self.streams is not None:
             out["streams"] = self.streams

@@ -66,6 +66,8 @@ class Engine:
         ttl, join_timeout, replace, force: see `aiohixl.rendezvous.RendezvousClient.join`.
         streams: data connections of the tcp transport to a peer; default 1.
         checksum: the tcp transport protects each message by a CRC-32C, end to end; a mismatch fails the transfer.
+        zerocopy: with the tcp transport the kernel sends large messages from their memory (MSG_ZEROCOPY) rather than
+            copy them into the socket; a transfer then ends when the kernel has let go of its source, too.
         copy_threads: native threads that copy; default the cores, at most 4.
         queue_depth, peer_depth: transfers in flight in the native core, in all and per peer; more park.
         inline_limit: bytes up to which a write between allocated regions is done inside the post.

@@ -123,6 +123,10 @@ def receiver_process(host: str) -> Iterator[tuple[str, int, int]]:
 # ---- this one ----
 
 
+#: Of the sender's engines.
+Options = dict[str, Any]
+
+
 class Sender:
     """Engines with 1, 2 and 4 connections to the receiver, and the baseline's one."""
 
@@ -132,9 +136,9 @@ class Sender:
         self.remote: dict[int, aiohixl.RemoteRegion] = {}
         self.peer: dict[int, aiohixl.Peer] = {}
 
-    async def join(self, stack: AsyncExitStack, address: str, streams: int, memory: Any, checksum: bool) -> None:
-        options: dict[str, Any] = {"transports": ["tcp"], "streams": streams, "checksum": checksum}
-        engine = await stack.enter_async_context(aiohixl.Engine(f"bench-{streams}", **options))
+    async def join(self, stack: AsyncExitStack, address: str, streams: int, memory: Any, options: Options) -> None:
+        name = f"bench-{streams}"
+        engine = await stack.enter_async_context(aiohixl.Engine(name, transports=["tcp"], streams=streams, **options))
         self.peer[streams] = peer = await engine.connect(address)
         self.remote[streams] = await peer.region("bulk")
         self.source[streams] = await engine.register(memory)
@@ -218,7 +222,7 @@ def ratios(seen: dict[str, list[float]]) -> tuple[float, dict[str, float]]:
 async def with_sender(
     host: str,
     streams: tuple[int, ...],
-    checksum: bool,
+    options: Options,
     run: Callable[[Sender], Awaitable[dict[str, float]]],
     there: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, float]:
@@ -232,21 +236,21 @@ async def with_sender(
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sender = Sender(baseline, connection, pid)
         for n in streams:
-            await sender.join(stack, address, n, memory, checksum)
+            await sender.join(stack, address, n, memory, options)
         return await run(sender)
 
 
-async def loopback(rounds: int, checksum: bool) -> dict[str, float]:
+async def loopback(rounds: int, options: Options) -> dict[str, float]:
     async def run(sender: Sender) -> dict[str, float]:
         plain, mine = ratios(await sender.bulk(rounds))
         figures = {"write_512MiB_vs_c": plain / mine["1"], "c_512MiB_GBps": BULK / plain / 1e9}
         figures |= {f"write_512MiB_{n}_streams_GBps": BULK / seconds / 1e9 for n, seconds in mine.items()}
         return {**figures, **await sender.small(rounds), **await sender.scattered(rounds, 1)}
 
-    return await with_sender("127.0.0.1", STREAMS, checksum, run)
+    return await with_sender("127.0.0.1", STREAMS, options, run)
 
 
-async def between_namespaces(rounds: int, mtu: int, checksum: bool) -> dict[str, float]:
+async def between_namespaces(rounds: int, mtu: int, options: Options) -> dict[str, float]:
     sys.path.insert(0, str(HERE.parent / "tests"))
     import netns
 
@@ -267,21 +271,23 @@ async def between_namespaces(rounds: int, mtu: int, checksum: bool) -> dict[str,
                 }
             return figures
 
-        return await with_sender(wire.address("b", 4), (1,), checksum, run, lambda: wire.inside("b"))
+        return await with_sender(wire.address("b", 4), (1,), options, run, lambda: wire.inside("b"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--netns", action="store_true", help="over a wire of limited rate (root only)")
     parser.add_argument("--mtu", type=int, default=1500, help="of that wire: 1500 or 9000")
     parser.add_argument("--checksum", action="store_true")
+    parser.add_argument("--zerocopy", action="store_true", help="at the sender (the kernel copies on loopback)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 if a goal is missed."""
+    options = {"checksum": args.checksum, "zerocopy": args.zerocopy}
     if args.netns:
-        figures = asyncio.run(between_namespaces(args.rounds, args.mtu, args.checksum))
+        figures = asyncio.run(between_namespaces(args.rounds, args.mtu, options))
     else:
-        figures = uvloop.run(loopback(args.rounds, args.checksum))
+        figures = uvloop.run(loopback(args.rounds, options))
     return show(figures, TARGETS, as_json=args.json)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance suite on TCP: both kinds of memory, one connection and four, with and without checksums, one process
-and two."""
+"""The conformance suite on TCP: both kinds of memory, one connection and four, with and without checksums and
+MSG_ZEROCOPY, one process and two."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from conftest import Start
@@ -21,8 +21,14 @@ KINDS: dict[str, tuple[Memory, Memory]] = {
     "foreign-allocated": (foreign, allocated),
     "foreign-foreign": (foreign, foreign),
 }
-LINKS = [(1, False), (4, False), (1, True), (4, True)]
-NAMES = [f"{streams}-{'checksum' if checksum else 'plain'}" for streams, checksum in LINKS]
+LINKS: dict[str, dict[str, Any]] = {
+    "1-plain": {"streams": 1},
+    "4-plain": {"streams": 4},
+    "1-checksum": {"streams": 1, "checksum": True},
+    "4-checksum": {"streams": 4, "checksum": True},
+    "1-zerocopy": {"streams": 1, "zerocopy": True},
+    "4-all": {"streams": 4, "checksum": True, "zerocopy": True},
+}
 PLACES = ["unix", "tcp"]
 
 
@@ -32,12 +38,9 @@ def of_kind(address: str, kind: str) -> str:
 
 @pytest.mark.parametrize("check", CONFORMANCE.values(), ids=CONFORMANCE)
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize(("streams", "checksum"), LINKS, ids=NAMES)
-async def test_conformance(
-    start: Start, streams: int, checksum: bool, kinds: tuple[Memory, Memory], check: Check
-) -> None:
-    a = await start("a", transports=["tcp"], streams=streams, checksum=checksum)
-    b = await start("b", transports=["tcp"], streams=streams, checksum=checksum)
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+async def test_conformance(start: Start, link: dict[str, Any], kinds: tuple[Memory, Memory], check: Check) -> None:
+    a, b = [await start(name, transports=["tcp"], **link) for name in "ab"]
     peer = await a.connect(b.address)
     await check(Bench(a, b, peer, *kinds))
 
@@ -60,15 +63,13 @@ async def test_the_path_is_tcp(start: Start, place: str) -> None:
     assert bytes(here) == b"b" * 4096
 
 
-@pytest.mark.parametrize(("streams", "checksum"), LINKS, ids=NAMES)
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 @pytest.mark.parametrize("kinds", ["allocated-allocated", "foreign-foreign"])
-async def test_conformance_of_two_processes(
-    start: Start, tmp_path: Path, streams: int, checksum: bool, kinds: str
-) -> None:
+async def test_conformance_of_two_processes(start: Start, tmp_path: Path, link: dict[str, Any], kinds: str) -> None:
     """The whole suite between one pair of processes, over a control link of TCP."""
     here, there = KINDS[kinds]
-    a = await start("a", transports=["tcp"], streams=streams, checksum=checksum)
-    async with child(script="tcp_peer.py", streams=streams, checksum=checksum) as other:
+    a = await start("a", transports=["tcp"], **link)
+    async with child(script="tcp_peer.py", **link) as other:
         peer = await a.connect(of_kind(other.address, "tcp"))
         far = Far(other, tmp_path / "bytes")
         bench = Bench(

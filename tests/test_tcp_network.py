@@ -55,9 +55,10 @@ async def line(start: Start, streams: int = 1, nbytes: int = BIG, **options: obj
         wire.__dict__.clear()  # pytest holds a fixture's value until after the check for leaks
 
 
-@pytest_asyncio.fixture(params=[1, 4], ids=["1-stream", "4-streams"])
+@pytest_asyncio.fixture(params=[(1, False), (4, False), (1, True)], ids=["1-stream", "4-streams", "zerocopy"])
 async def wire(start: Start, request: pytest.FixtureRequest) -> AsyncIterator[Line]:
-    async with line(start, int(request.param)) as wire:
+    streams, zerocopy = request.param
+    async with line(start, streams, zerocopy=zerocopy) as wire:
         await wire.all_there()
         yield wire
 
@@ -198,9 +199,10 @@ async def test_contract_08_a_silent_network(start: Start) -> None:
         assert (view(region) == NEW).all(), "what the network held back landed in the end"
 
 
-async def test_contract_03_cancelled_while_the_network_stands_still(start: Start) -> None:
+@pytest.mark.parametrize("zerocopy", [False, True], ids=["copied", "zerocopy"])
+async def test_contract_03_cancelled_while_the_network_stands_still(start: Start, zerocopy: bool) -> None:
     """The connection is given up for it; what is written once the transfer has quiesced never leaves."""
-    async with line(start, cancel_grace=0.3) as wire:
+    async with line(start, cancel_grace=0.3, zerocopy=zerocopy) as wire:
         await wire.all_there()
         wire.proxy.going.clear()
         transfer = wire.post("write")

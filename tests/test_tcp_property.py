@@ -47,10 +47,10 @@ CUTS = st.builds(Cut, st.integers(0, 4), st.sampled_from((0, 0, 1, 70, 5000, 100
 PLAYS = st.lists(st.builds(Play, rounds(), st.none() | CUTS), min_size=1, max_size=4)
 
 
-@pytest_asyncio.fixture(params=[(1, False), (3, True)], ids=["1-plain", "3-checksum"])
+@pytest_asyncio.fixture(params=[(1, False), (3, True)], ids=["1-plain", "3-checksum-zerocopy"])
 async def field(start: Start, request: pytest.FixtureRequest) -> AsyncIterator[Field]:
-    streams, checksum = request.param
-    async with between(start, streams=streams, checksum=checksum) as (a, b, to_b, proxy):
+    streams, full = request.param
+    async with between(start, streams=streams, checksum=full, zerocopy=full) as (a, b, to_b, proxy):
         (to_a,) = b.peers.values()
         assert isinstance(to_a, aiohixl.Peer)
         sides = []

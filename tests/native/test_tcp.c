@@ -9,7 +9,7 @@
 
 enum { NBYTES = 8 << 20, RW = HX_ACCESS_READ | HX_ACCESS_WRITE };
 
-static void open_tcp(side_t *s, const char *name, bool checksum, uint32_t streams)
+static void open_tcp(side_t *s, const char *name, bool checksum, uint32_t streams, bool zerocopy)
 {
     hx_config_t c = config_of(name);
     c.transports = HX_TRANSPORT_TCP;
@@ -17,6 +17,7 @@ static void open_tcp(side_t *s, const char *name, bool checksum, uint32_t stream
     c.unix_path = s->path; /* side_open fills it */
     c.checksum = checksum;
     c.streams = streams;
+    c.zerocopy = zerocopy;
     c.secret = "a secret";
     c.secret_len = 8;
     c.stall_timeout_ns = 2000000000;
@@ -54,11 +55,11 @@ static void settle(side_t *owner, hx_region_t *region, side_t *writer)
     SOON_EPOCH(writer, epoch);
 }
 
-static void test_moves(bool by_unix, bool checksum, uint32_t streams)
+static void test_moves(bool by_unix, bool checksum, uint32_t streams, bool zerocopy)
 {
     side_t a, b;
-    open_tcp(&a, "tcp-a", checksum, streams);
-    open_tcp(&b, "tcp-b", checksum, streams);
+    open_tcp(&a, "tcp-a", checksum, streams, zerocopy);
+    open_tcp(&b, "tcp-b", checksum, streams, zerocopy);
     by_unix ? link_up(&a, &b) : link_tcp(&a, &b);
     hx_region_t *local = allocate(&a, NBYTES, RW, "mine"), *target = allocate(&b, NBYTES, RW, "t");
     WAIT(remote(&a, "t") != NULL && remote(&b, "mine") != NULL);
@@ -130,12 +131,12 @@ static void test_moves(bool by_unix, bool checksum, uint32_t streams)
     side_close(&b);
 }
 
-static void test_cancel_and_loss(void)
+static void test_cancel_and_loss(bool zerocopy)
 {
     side_t a, b;
     uint64_t handle;
-    open_tcp(&a, "tcp-a", false, 1);
-    open_tcp(&b, "tcp-b", false, 1);
+    open_tcp(&a, "tcp-a", false, 1, zerocopy);
+    open_tcp(&b, "tcp-b", false, 1, zerocopy);
     link_tcp(&a, &b);
     hx_region_t *local = allocate(&a, NBYTES, RW, NULL), *target = allocate(&b, NBYTES, RW, "t");
     WAIT(remote(&a, "t") != NULL);
@@ -169,14 +170,13 @@ static void test_lane(bool checksum)
 {
     enum { TURNS = 600, SMALL = 4096 };
     side_t a, b;
-    open_tcp(&a, "tcp-a", checksum, 1);
-    open_tcp(&b, "tcp-b", checksum, 1);
+    open_tcp(&a, "tcp-a", checksum, 1, false);
+    open_tcp(&b, "tcp-b", checksum, 1, false);
     link_tcp(&a, &b);
     hx_region_t *local = allocate(&a, NBYTES, RW, "mine"), *target = allocate(&b, NBYTES, RW, "t");
     WAIT(remote(&a, "t") != NULL && remote(&b, "mine") != NULL);
     uint8_t *here = hx_region_addr(local), *there = hx_region_addr(target);
     static uint8_t expected[TURNS * SMALL];
-    unsigned seen = 0;
     fill(here, NBYTES, 1);
     memcpy(expected, here, sizeof expected);
     for (uint64_t i = 0, at; i < TURNS; i++) {
@@ -190,9 +190,7 @@ static void test_lane(bool checksum)
                               i % 100 ? remote(&a, "t") : remote(&b, "mine"), NBYTES / 2, NBYTES / 2, NULL),
                      HX_OK);
         WAIT_FINAL(&a, 1 + i, HX_OK);
-        seen |= lanes(&a);
     }
-    CHECK(seen);
     for (uint64_t i = 0; i < TURNS; i++) {
         if (i % 7 == 0)
             WAIT_FINAL(&b, 5000 + i, HX_OK);
@@ -242,10 +240,11 @@ int main(void)
 {
     test_lane(false);
     test_lane(true);
-    test_moves(false, false, 1);
-    test_moves(false, true, 3);
-    test_moves(true, false, 2);
-    test_cancel_and_loss();
+    test_moves(false, false, 1, false);
+    test_moves(false, true, 3, true);
+    test_moves(true, false, 2, false);
+    test_cancel_and_loss(false);
+    test_cancel_and_loss(true);
     end_folder();
     return report("test_tcp");
 }
