@@ -7,7 +7,7 @@ import asyncio
 import errno
 import os
 import random
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohixl import _core
 from aiohixl.address import Address, looks_like_address, parse_addresses
@@ -34,6 +34,8 @@ __all__ = ["Connector"]
 
 # How an engine with no room for another handshake looks from outside: a full queue, a reset, a plain end.
 _BUSY = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE, 0)
+
+P = TypeVar("P", Peer, RawPeer)
 
 
 class Connector:
@@ -81,7 +83,7 @@ class Connector:
         try:
             self._core.connect_raw(token, address.encode(), regions)
             async with asyncio.timeout(timeout):
-                return await future
+                return await _owned(future)
         except TimeoutError:
             raise PeerUnreachableError(f"connect_raw to {address!r}: HIXL did not connect in {timeout} s") from None
         except (PeerUnreachableError, TransferError) as exc:
@@ -90,10 +92,6 @@ class Connector:
         except _core.StatusError as exc:
             status = queue.statuses[exc.status]
             raise make_error(status, f"connect_raw to {address!r} is not possible: {status.lower()}") from None
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().drop()  # answered in the same turn: nobody will own it
-            raise
         finally:
             self._connecting.pop(token, None)
 
@@ -249,7 +247,7 @@ class Connector:
                 incarnation=incarnation,
             )
             async with asyncio.timeout_at(deadline):
-                return await future
+                return await _owned(future)
         except PeerMismatchError as exc:  # the native side knows neither the target nor the address as we write it
             raise with_data(PeerMismatchError(f"connect to {target!r} at {address}: {exc}"), **vars(exc)) from None
         except TimeoutError:
@@ -258,12 +256,18 @@ class Connector:
             raise make_error(
                 queue.statuses[exc.status], f"connect to {target!r} at {address} is not possible"
             ) from None
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().drop()  # answered in the same turn: nobody will own it
-            raise
         finally:
             self._connecting.pop(token, None)
+
+
+async def _owned(future: asyncio.Future[P]) -> P:
+    """Its answer; given back if it came in the turn in which whoever asked was cancelled, or out of time."""
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if future.done() and not future.cancelled() and future.exception() is None:
+            future.result().drop()
+        raise
 
 
 def unreachable(target: str, tried: list[str]) -> PeerUnreachableError:

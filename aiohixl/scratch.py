@@ -182,4 +182,6 @@ class ScratchDesk:
             yield await peer.lent(_NAME.format(id=loan_id), wait=wait)
         finally:
             del self._asked[key]
+            if future.done() and not future.cancelled():
+                future.exception()  # told by whatever came here first
             self._answer(peer, loan_id, "return")

@@ -13,9 +13,11 @@ import pytest
 import pytest_asyncio
 from conftest import Start
 from ground import Ground, noise
+from processes import until
 from test_cancellation import cancelled, faulty, parked_on
 
 import aiohixl
+import aiohixl.remote
 from aiohixl.notes import Inbox
 from aiohixl.testing import FaultPlan
 
@@ -149,6 +151,30 @@ async def test_cancelled_connect(ground: Ground, tmp_path: Path) -> None:
             await ground.a.connect(address, timeout=0.05)
     assert await ground.a.connect(ground.b.address) is ground.peer
     await ground.still_good()
+
+
+async def test_an_answer_that_comes_with_the_deadline(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that nobody owns is given back."""
+    a, b = await start("a"), await start("b")
+    connector = a._connector_()
+    scopes: list[asyncio.Timeout] = []
+    timeout_at, answered = asyncio.timeout_at, connector.answered
+
+    def noted(when: float | None) -> asyncio.Timeout:
+        scopes.append(timeout_at(when))
+        return scopes[-1]
+
+    def answered_late(token: int, peer: aiohixl.remote.RemoteEngine) -> bool:
+        scopes[0].reschedule(0)
+        return answered(token, peer)
+
+    monkeypatch.setattr(asyncio, "timeout_at", noted)
+    monkeypatch.setattr(connector, "answered", answered_late)
+    with pytest.raises(aiohixl.PeerUnreachableError, match="no answer in time"):
+        await a.connect(b.address.split(",")[0])
+    monkeypatch.undo()
+    await until(lambda: b.stats()["peers"] == 0, "the peer has heard of it")
+    assert a.peers == b.peers == {}
 
 
 async def test_cancelled_wait_for_a_region(ground: Ground) -> None:

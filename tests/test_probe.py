@@ -166,6 +166,22 @@ async def test_this_side_ends_while_it_probes(start: Start) -> None:
     await back(b)
 
 
+async def test_a_peer_that_is_lost_while_it_is_asked(
+    pair: tuple[Engine, Engine, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One error, and none that nobody retrieves."""
+    a, _, peer = pair
+
+    def ask(_: bytes) -> None:
+        a.scratch.lost(peer)
+        raise PeerLostError("gone")
+
+    monkeypatch.setattr(peer, "note_probe", ask)
+    monkeypatch.setattr(peer, "lost_error", lambda: PeerLostError("gone, too"))
+    with pytest.raises(PeerLostError, match=r"^gone$"):
+        await peer.probe(seconds=0.1)
+
+
 # --- the memory that is lent
 
 
