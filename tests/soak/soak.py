@@ -21,9 +21,9 @@ WORKER = Path(__file__).with_name("soak_worker.py")
 # cancel_grace is short, so that cancels beside a stopped process give connections up.
 COMMON = {"cancel_grace": 0.1, "secret": "soak"}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "rock": {"transports": ["tcp"], "uvloop": True},
+    "rock": {"transports": ["tcp"], "uvloop": True, "zerocopy": True},
     "tree": {"transports": ["shm", "tcp"], "address": "127.0.0.1:0"},
-    "wave": {"transports": ["tcp"], "streams": 3, "checksum": True},
+    "wave": {"transports": ["tcp"], "streams": 3, "checksum": True, "zerocopy": True},
     "wind": {"transports": ["shm", "tcp"], "address": "127.0.0.1:0", "uvloop": True},
 }
 STEADY = ("rock", "tree")  # never killed: a leak would show in them
