@@ -41,16 +41,18 @@ void *hx_provider_state(const hx_engine_t *engine, const hx_provider_t *provider
     return NULL;
 }
 
-/* Runs the statement for each open provider that has the hook, as `p` with its `state`. */
-#define FOR_EACH_WITH(hook, engine, statement)            \
-    for (size_t i_ = 0; i_ < COUNT; i_++)                 \
-        if (is_open(engine, i_) && providers[i_]->hook) { \
-            const hx_provider_t *p = providers[i_];       \
-            void *state = (engine)->provider_state[i_];   \
-            (void)p;                                      \
-            (void)state;                                  \
-            statement;                                    \
-        }
+/* Runs the statement for each open provider that has the hook, as `p` with its `state`. The engine is looked up once: what
+ * leads to it may be gone after a statement. */
+#define FOR_EACH_WITH(hook, engine, statement)                           \
+    for (const hx_engine_t *engine_ = (engine); engine_; engine_ = NULL) \
+        for (size_t i_ = 0; i_ < COUNT; i_++)                            \
+            if (is_open(engine_, i_) && providers[i_]->hook) {           \
+                const hx_provider_t *p = providers[i_];                  \
+                void *state = engine_->provider_state[i_];               \
+                (void)p;                                                 \
+                (void)state;                                             \
+                statement;                                               \
+            }
 
 const hx_provider_t *hx_provider_route(hx_endpoint_t *ep, const hx_region_t *local, const hx_rregion_t *remote,
                                        char text[HX_TEXT_MAX])

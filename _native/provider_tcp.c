@@ -22,7 +22,6 @@
 #define SWEEP_NS 50000000ull
 #define GHOST_NS 2000000ull      /* between looks at whether the kernel has let go of a closed connection's pages */
 #define GIVE_UP_NS 5000000000ull /* after which an engine ends without that */
-#define TURN (4u << 20)          /* of one connection, before the others have their turn */
 #define DEFAULT_STREAMS 1u       /* the default number of connections to a peer: benchmarks/README.md */
 
 void hx_tcp_wake(hx_tcp_t *t)
@@ -72,6 +71,18 @@ static void sweep(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
     }
 }
 
+static bool take_posts(hx_tcp_t *t)
+{
+    pthread_mutex_lock(&t->inbox_mu);
+    hx_opq_t posts = t->inbox;
+    t->inbox = (hx_opq_t){NULL, NULL};
+    pthread_mutex_unlock(&t->inbox_mu);
+    bool any = posts.head != NULL;
+    for (hx_op_t *op; (op = hx_opq_pop(&posts));)
+        hx_opq_push(&op->ep->tcp->runq, op);
+    return any;
+}
+
 /* Drops the references of peers that are not used any more; with the last one, forget() frees them. Not under mu. */
 static void forget_released(hx_tcp_t *t, bool all)
 {
@@ -79,6 +90,7 @@ static void forget_released(hx_tcp_t *t, bool all)
     do {
         ep = NULL;
         pthread_mutex_lock(&t->mu);
+        take_posts(t); /* nothing is posted to a released peer, but something may have been */
         for (hx_tpeer_t *p = t->peers; p && !ep; p = p->next)
             if (p->ep && (all || (p->released && !p->open && !p->runq.head && !p->dialing && !p->ghosts))) {
                 ep = p->ep;
@@ -98,7 +110,7 @@ static void serve(hx_tconn_t *c, uint32_t events, hx_tdone_t *done)
     if (events & EPOLLERR)
         hx_tcp_zc_reap(c, done);
     if (events & (EPOLLIN | EPOLLHUP | EPOLLERR))
-        hx_tcp_read(c, TURN, done);
+        hx_tcp_read(c, false, done);
     if (c->broken)
         hx_tcp_close_conn(c, done);
 }
@@ -129,6 +141,7 @@ static bool give_up(hx_tcp_t *t, uint64_t now)
             return false;
     for (hx_tconn_t *c = t->conns; c; c = c->next)
         hx_tcp_zc_abandon(c);
+    t->engine->stuck_peers++; /* read after this thread was joined */
     return true;
 }
 
@@ -148,6 +161,7 @@ static void *run(void *arg)
             }
         atomic_store(&t->awake, false);
         pthread_mutex_lock(&t->mu);
+        take_posts(t);
         for (int i = 0; i < n; i++) {
             if (events[i].data.ptr)
                 serve(events[i].data.ptr, events[i].events, &done);
@@ -188,7 +202,7 @@ static void *run(void *arg)
             more |= c->fd >= 0 && c->out_head && !c->want_write; /* its turn was over before its queue was */
         }
         hx_tcp_free_closed(t, &done);
-        bool over = t->stopping && !t->conns && !live;
+        bool over = t->stopping && !t->conns && !live && !take_posts(t);
         if (t->stopping) {
             atomic_store(&t->kicked, true);
             due = now + 1000000;
@@ -218,6 +232,7 @@ static hx_status_t open_tcp(hx_engine_t *engine, void **state_p, char text[HX_TE
     t->streams = engine->config.streams ? engine->config.streams : DEFAULT_STREAMS;
     pthread_mutex_init(&t->mu, NULL);
     pthread_mutex_init(&t->wake_mu, NULL);
+    pthread_mutex_init(&t->inbox_mu, NULL);
     t->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     t->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     t->reqs = calloc(HX_TCP_REQUESTS, sizeof *t->reqs);
@@ -268,6 +283,7 @@ static void close_tcp(hx_engine_t *engine, void *state)
         free(p);
     }
     free(t->reqs);
+    pthread_mutex_destroy(&t->inbox_mu);
     pthread_mutex_destroy(&t->wake_mu);
     pthread_mutex_destroy(&t->mu);
     free(t);
@@ -440,15 +456,21 @@ static bool settled(hx_endpoint_t *ep)
     if (!p)
         return true;
     pthread_mutex_lock(&p->t->mu);
-    bool settled = !p->open;
+    bool settled = !p->open && !p->ghosts;
     pthread_mutex_unlock(&p->t->mu);
     return settled;
 }
 
+/* The loop's thread may hold Python's lock in hx_tcp_assist, and want `mu`; whoever forks gets that lock again only then. */
 static void before_fork(void *state)
 {
     hx_tcp_t *t = state;
     pthread_mutex_lock(&t->mu);
+    while (t->assisting) {
+        pthread_mutex_unlock(&t->mu);
+        poll(NULL, 0, 1);
+        pthread_mutex_lock(&t->mu);
+    }
 }
 
 static void after_fork(void *state)

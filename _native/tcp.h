@@ -4,7 +4,8 @@
  * thread itself, if it gets the lock and the connection at once.
  *
  * `mu` guards all but what is marked as the progress thread's. It is not held across a system call of more than
- * HX_TCP_INLINE bytes: a connection is then marked `sending`, and nobody else touches its queue's head. */
+ * HX_TCP_INLINE bytes: a connection is then marked `sending`, and nobody else touches its queue's head. Who may hold
+ * Python's lock never waits for `mu`: a fork holds `mu` while it waits for that lock. */
 #ifndef HX_TCP_H
 #define HX_TCP_H
 
@@ -68,6 +69,7 @@ typedef struct {
     uint32_t status;     /* of a WRITE that is refused: its payload is thrown away */
     hx_region_t *region; /* of a WRITE: acquired */
     hx_treq_t *req;      /* of DATA; NULL: nobody wants it any more */
+    bool brief;          /* a large message is left alone for now */
     bool active;         /* region and rows are valid: under mu */
     uint64_t received;   /* how often bytes came */
     char why[128];       /* it failed; the connection's own is under mu */
@@ -137,7 +139,10 @@ struct hx_tcp {
     hx_treq_t *reqs, *free_reqs;
     uint64_t sweep_ns;
     hx_tconn_t *lanes[HX_TCP_LANES];
-    _Atomic unsigned nlanes; /* changed under mu */
+    _Atomic unsigned nlanes;  /* changed under mu */
+    bool assisting;           /* the loop's thread is in hx_tcp_assist: under mu, which it drops meanwhile */
+    pthread_mutex_t inbox_mu; /* held for a push or a take: unlike mu, also while a fork waits for Python's lock */
+    hx_opq_t inbox;           /* posts that found mu taken */
     bool checksum, zerocopy;
     unsigned streams;
     uint64_t give_up_ns; /* while it stops */
@@ -173,8 +178,8 @@ void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done);
 
 /* tcp_conn.c; under mu, but for those of the control thread */
 void hx_tcp_watch(hx_tconn_t *c);
-bool hx_tcp_read(hx_tconn_t *c, size_t turn, hx_tdone_t *done); /* drops mu; false: it has failed, and is `broken` */
-void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done);        /* later, if it is being read */
+bool hx_tcp_read(hx_tconn_t *c, bool brief, hx_tdone_t *done); /* drops mu; false: it has failed, and is `broken` */
+void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done);       /* later, if it is being read */
 void hx_tcp_free_closed(hx_tcp_t *t, hx_tdone_t *done);
 void hx_tcp_free_notes(hx_tpeer_t *p);
 void hx_tcp_release_notes(hx_tpeer_t *p, uint64_t now);
@@ -200,7 +205,9 @@ uint64_t hx_tcp_lane_look(hx_tcp_t *t, uint64_t now); /* progress thread; when t
 bool hx_tcp_assist(hx_engine_t *engine, void *state); /* the loop's thread, not under mu; true: bytes have come */
 
 /* tcp_receive.c; not under mu, with `reading` set */
-bool hx_tcp_receive(hx_tconn_t *c, size_t turn, hx_tdone_t *done); /* false: it has failed, and rx.why says why */
+/* `brief`: small messages only; a large one is left where it begins. False: it has failed, and rx.why says why. */
+bool hx_tcp_receive(hx_tconn_t *c, bool brief, hx_tdone_t *done);
+bool hx_tcp_rx_large(const hx_trx_t *rx); /* the message that is arriving is */
 bool hx_tcp_rx_init(hx_trx_t *rx, const uint8_t *early, size_t n);
 void hx_tcp_rx_free(hx_trx_t *rx);
 

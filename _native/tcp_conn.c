@@ -30,12 +30,12 @@ void hx_tcp_watch(hx_tconn_t *c)
     c->watched = events;
 }
 
-bool hx_tcp_read(hx_tconn_t *c, size_t turn, hx_tdone_t *done)
+bool hx_tcp_read(hx_tconn_t *c, bool brief, hx_tdone_t *done)
 {
     hx_tcp_t *t = c->peer->t;
     c->reading = true;
     pthread_mutex_unlock(&t->mu);
-    bool ok = hx_tcp_receive(c, turn, done);
+    bool ok = hx_tcp_receive(c, brief, done);
     pthread_mutex_lock(&t->mu);
     c->reading = false;
     c->received = c->rx.received;
@@ -128,6 +128,9 @@ void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done)
     c->unsent = 0;
     c->rx.active = false;
     c->rx.req = NULL;
+    if (c->rx.region)
+        hx_region_release(c->rx.region);
+    c->rx.region = NULL;
     resolve(c, done);
 }
 

@@ -18,7 +18,6 @@
 #define IDLE_NS 10000000ull  /* two small posts within this make a lane, and it lasts so long after the last */
 #define PAUSE_NS 50000000ull /* no lane for a loop that was late, or beside a large message */
 #define BYTES_MAX (256u << 10)
-#define TURN (64u << 10)
 
 static void leave(hx_tcp_t *t, hx_tconn_t *c, uint64_t not_before_ns)
 {
@@ -57,7 +56,8 @@ static void enter(hx_tcp_t *t, hx_tconn_t *c, uint64_t now)
 void hx_tcp_lane_posted(hx_tconn_t *c)
 {
     uint64_t now = hx_now_ns();
-    if (!c->in_lane && now - c->small_ns < IDLE_NS && now >= c->lane_after_ns && c->unanswered <= BYTES_MAX)
+    if (!c->in_lane && now - c->small_ns < IDLE_NS && now >= c->lane_after_ns && c->unanswered <= BYTES_MAX &&
+        !c->reading && !hx_tcp_rx_large(&c->rx))
         enter(c->peer->t, c, now);
     c->small_ns = now;
 }
@@ -79,7 +79,8 @@ uint64_t hx_tcp_lane_look(hx_tcp_t *t, uint64_t now)
 {
     for (unsigned i = atomic_load(&t->nlanes); i-- > 0;) {
         hx_tconn_t *c = t->lanes[i];
-        if (now - c->small_ns > IDLE_NS || c->unanswered > BYTES_MAX || c->want_write || c->peer->runq.head)
+        if ((int64_t)(now - c->small_ns) > (int64_t)IDLE_NS || c->unanswered > BYTES_MAX || c->want_write ||
+            c->peer->runq.head)
             leave(t, c, 0);
         else if (is_late(c, now))
             leave(t, c, now + PAUSE_NS);
@@ -90,12 +91,14 @@ uint64_t hx_tcp_lane_look(hx_tcp_t *t, uint64_t now)
 static bool read_lane(hx_tcp_t *t, hx_tconn_t *c, hx_tdone_t *done)
 {
     uint64_t before = c->received;
-    bool ok = hx_tcp_read(c, TURN, done);
+    bool ok = hx_tcp_read(c, true, done);
     if (ok && c->out_head && !c->sending && c->unsent <= HX_TCP_INLINE)
         ok = hx_tcp_flush(c, true);
-    if (c->rx.left > HX_TCP_INLINE && c->in_lane)
+    bool large = hx_tcp_rx_large(&c->rx);
+    if (large && c->in_lane)
         leave(t, c, hx_now_ns() + PAUSE_NS);
-    if (!ok || c->broken || c->out_head || c->peer->runq.head)
+    c->fresh |= large; /* what has been read of it already wakes nobody */
+    if (!ok || c->broken || c->out_head || c->peer->runq.head || large)
         hx_tcp_wake(t);
     return c->received != before;
 }
@@ -108,11 +111,13 @@ bool hx_tcp_assist(hx_engine_t *engine, void *state)
     (void)engine;
     if (!atomic_load(&t->nlanes) || pthread_mutex_trylock(&t->mu) != 0)
         return false; /* the descriptor stays readable */
+    t->assisting = true;
     for (unsigned i = 0; i < atomic_load(&t->nlanes); i++) {
         hx_tconn_t *c = t->lanes[i];
         if (!c->reading && !c->broken)
             any |= read_lane(t, c, &done);
     }
+    t->assisting = false;
     pthread_mutex_unlock(&t->mu);
     hx_tcp_finish(&done);
     return any;

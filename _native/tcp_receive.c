@@ -18,6 +18,7 @@
 #define IOV 64
 #define OWED_MAX 32768           /* answers, */
 #define UNSENT_MAX (32ull << 20) /* and bytes of them, that a peer has not taken: several times its window */
+#define TURN (4u << 20)          /* of one connection, before the others have their turn */
 
 bool hx_tcp_rx_init(hx_trx_t *rx, const uint8_t *early, size_t n)
 {
@@ -244,6 +245,8 @@ static bool digest(hx_tconn_t *c, hx_tdone_t *done)
                 return broken(c, what);
             rx->rows_have = 0;
             rx->state = RX_ROWS;
+        } else if (rx->brief && hx_tcp_rx_large(rx)) {
+            break;
         } else if (rx->state == RX_ROWS) {
             size_t want = rx->head.nrows * sizeof *rx->rows - rx->rows_have;
             size_t n = have < want ? have : want;
@@ -270,13 +273,19 @@ static bool digest(hx_tconn_t *c, hx_tdone_t *done)
     return true;
 }
 
-bool hx_tcp_receive(hx_tconn_t *c, size_t turn, hx_tdone_t *done)
+bool hx_tcp_rx_large(const hx_trx_t *rx)
+{
+    return rx->left > HX_TCP_INLINE || (rx->state == RX_ROWS && rx->head.nbytes > HX_TCP_INLINE);
+}
+
+bool hx_tcp_receive(hx_tconn_t *c, bool brief, hx_tdone_t *done)
 {
     hx_trx_t *rx = &c->rx;
-    size_t total = 0;
-    if (!digest(c, done)) /* what came with the handshake */
+    size_t total = 0, turn = brief ? STAGE : TURN;
+    rx->brief = brief;
+    if (!digest(c, done)) /* what came with the handshake, or was left by a brief look */
         return false;
-    while (total < turn) {
+    while (total < turn && !(brief && hx_tcp_rx_large(rx))) {
         struct iovec iov[IOV + 1];
         size_t n = 0, direct = 0;
         /* The payload straight to where it belongs, what follows it to the stage. One that nobody wants goes by the stage. */

@@ -16,14 +16,15 @@
 
 /* ---- requests ---- */
 
-static hx_treq_t *new_req(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c)
+static hx_treq_t *new_req(hx_tcp_t *t, hx_op_t *op)
 {
     hx_treq_t *r = t->free_reqs;
     if (!r)
         return NULL;
     t->free_reqs = r->next;
     r->op = op;
-    r->conn = c;
+    r->conn = NULL; /* nobody finds it before it is listed */
+    r->prev = NULL;
     r->unsent = r->held = r->answered = false;
     r->next = NULL;
     return r;
@@ -46,6 +47,7 @@ static void start_clock(hx_tconn_t *c)
 
 static void list_req(hx_tconn_t *c, hx_treq_t *r)
 {
+    r->conn = c;
     r->next = NULL;
     r->prev = c->reqs_tail;
     *(c->reqs_tail ? &c->reqs_tail->next : &c->reqs_head) = r;
@@ -214,8 +216,7 @@ static void cut(hx_tcp_t *t, hx_op_t *op, hx_tconn_t *c, hx_treq_t *r)
     r->nbytes = head.nbytes;
     bool write = op->kind == HX_WRITE;
     if (t->checksum) {
-        if (write &&
-            head.nbytes > HX_TCP_INLINE) { /* the progress thread, and the operation is in nobody else's hands */
+        if (write && head.nbytes > HX_TCP_INLINE) { /* the progress thread, which keeps hold of the operation */
             pthread_mutex_unlock(&t->mu);
             head.crc = hx_tcp_payload_crc(iov, n);
             pthread_mutex_lock(&t->mu);
@@ -340,13 +341,14 @@ void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done)
         hx_op_t *op = hx_opq_pop(&p->runq);
         bool waits, more = true;
         op->queued = false;
+        op->requests++;                        /* ours: answers to its first messages may come while mu is dropped */
         if (!op->prepared && op->ndescs > 1) { /* sorting: posting threads need not wait for that */
             pthread_mutex_unlock(&p->t->mu);
             check_rows(op);
             pthread_mutex_lock(&p->t->mu);
         }
         if (ready(op, &waits)) {
-            hx_treq_t *r = op->cursor < op->ndescs ? new_req(p->t, op, c) : NULL;
+            hx_treq_t *r = op->cursor < op->ndescs ? new_req(p->t, op) : NULL;
             if (r)
                 cut(p->t, op, c, r);
             else
@@ -359,6 +361,7 @@ void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done)
             turned = turned ? turned : op;
         else
             turned = NULL;
+        op->requests--;
         if (more && hx_op_verdict(op) == HX_OK) {
             op->queued = true;
             hx_opq_push(&p->runq, op); /* behind the others: each has its turn for a chunk */
@@ -465,8 +468,8 @@ bool hx_tcp_flush(hx_tconn_t *c, bool inline_only)
         if (!inline_only)
             pthread_mutex_unlock(&t->mu);
         ssize_t sent = sendmsg(c->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT | (zc ? MSG_ZEROCOPY : 0));
-        if (zc && sent < 0 && errno == ENOBUFS) { /* more pages are out than the system has room to list */
-            zc = false;
+        if (zc && sent < 0 && errno != EAGAIN && errno != EINTR) {
+            zc = false; /* no room to list more pages, or some that cannot be pinned: by copying it may do */
             sent = sendmsg(c->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
         }
         int err = errno;
@@ -507,7 +510,7 @@ static bool send_now(hx_tpeer_t *p, hx_op_t *op)
     hx_tconn_t *c = with_room(p);
     if (!c || c->sending || c->out_head || c->want_write || !ready(op, &waits))
         return false;
-    hx_treq_t *r = new_req(p->t, op, c);
+    hx_treq_t *r = new_req(p->t, op);
     if (!r)
         return false;
     cut(p->t, op, c, r);
@@ -522,15 +525,20 @@ void hx_tcp_submit(hx_op_t *op)
 {
     hx_tpeer_t *p = op->ep->tcp;
     hx_tcp_t *t = p->t;
-    bool now = pthread_mutex_trylock(&t->mu) == 0;
-    if (!now)
-        pthread_mutex_lock(&t->mu); /* held for queue work only, never across a wait */
-    if (!now || !send_now(p, op)) {
-        op->queued = true;
-        hx_opq_push(&p->runq, op);
+    if (pthread_mutex_trylock(&t->mu) == 0) {
+        bool sent = send_now(p, op);
+        if (!sent) {
+            op->queued = true;
+            hx_opq_push(&p->runq, op);
+        }
         pthread_mutex_unlock(&t->mu);
-        hx_tcp_wake(t);
-        return;
+        if (sent)
+            return;
+    } else {
+        op->queued = true;
+        pthread_mutex_lock(&t->inbox_mu);
+        hx_opq_push(&t->inbox, op);
+        pthread_mutex_unlock(&t->inbox_mu);
     }
-    pthread_mutex_unlock(&t->mu);
+    hx_tcp_wake(t);
 }

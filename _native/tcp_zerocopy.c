@@ -135,7 +135,8 @@ bool hx_tcp_zc_part(hx_tconn_t *c, hx_tdone_t *done)
         c->out_head = out->next;
         hx_tcp_zc_hold(c, out);
     }
-    connect(c->fd, &none, sizeof none);
+    if (connect(c->fd, &none, sizeof none) < 0)
+        shutdown(c->fd, SHUT_RDWR);
     c->ghost_fd = c->fd;
     c->fd = -1;
     hx_tcp_zc_reap(c, done);

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import open_descriptors
-from processes import PATIENCE, child, forked
+from processes import CHILDREN, PATIENCE, child, forked
 
 import aiohixl
 
@@ -263,6 +263,12 @@ async def test_contract_12_forks_from_threads_while_everything_moves(pair: Pair,
             thread.join(PATIENCE)
     assert errors == []
     await check_transfers(pair, 7)
+
+
+def test_contract_12_who_forks_and_who_posts_do_not_wait_for_each_other() -> None:
+    """Python's lock, and the lock of a transport that a fork holds, are taken in one order."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(CHILDREN / "fork_storm.py"), "4"]
+    subprocess.run(command, check=True, timeout=PATIENCE)
 
 
 async def test_contract_08_a_forked_child_does_not_hide_its_parents_death(start: Start) -> None:

@@ -5,6 +5,9 @@ That everything else is as without it, test_tcp_conformance, test_tcp_network an
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import mmap
+import os
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from tcpproxy import between
 import aiohixl
 
 MIB = 1 << 20
+MEMFD_SECRET = 447  # its number, on every architecture
 
 
 def reports(engine: aiohixl.Engine) -> int:
@@ -69,6 +73,31 @@ async def test_where_the_kernel_copies_all_the_same_it_is_given_up(start: Start)
     stats = a.stats()
     assert reports(a) == before
     assert stats["zerocopy_copied"] >= 64
+
+
+def unpinnable(nbytes: int) -> mmap.mmap | None:
+    """Memory that a process can read, and that the kernel cannot send from; None where there is none (Linux 5.14)."""
+    fd = ctypes.CDLL(None).syscall(MEMFD_SECRET, 0)
+    if fd < 0:
+        return None
+    try:
+        os.ftruncate(fd, nbytes)
+        return mmap.mmap(fd, nbytes)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+async def test_memory_that_cannot_be_sent_from_is_copied(start: Start) -> None:
+    memory = unpinnable(8 * MIB)
+    if memory is None:
+        pytest.skip("this kernel has no memfd_secret (boot it with secretmem.enable=1; Linux 5.14 or newer)")
+    a, b, peer = await pair(start, zerocopy=True)
+    target, bytes_ = await b.allocate(8 * MIB, "target"), np.frombuffer(memory, np.uint8)
+    bytes_[:] = 5
+    await peer.write(await a.register(bytes_), await peer.region("target"))
+    assert (np.frombuffer(memoryview(target), np.uint8) == 5).all()
 
 
 async def test_an_engine_that_ends_with_pages_out(start: Start) -> None:

@@ -90,9 +90,10 @@ static inline void free_address(char address[64])
 {
     struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t len = sizeof a;
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    int fd = socket(AF_INET, SOCK_STREAM, 0), on = 1;
+    /* It stays bound, or the port might be somebody else's by the time it is listened on, which takes SO_REUSEADDR. */
+    CHECK(setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0);
     CHECK(bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && getsockname(fd, (struct sockaddr *)&a, &len) == 0);
-    close(fd);
     snprintf(address, 64, "127.0.0.1:%d", ntohs(a.sin_port));
 }
 

@@ -2,6 +2,8 @@
 /* Raw peers of the hixl provider, found by their address alone: what goes wrong before, during and after Connect, and notes
  * that find no room. The other end is an engine of ours that knows nothing of it. */
 #define _GNU_SOURCE
+#include <sched.h>
+
 #include "hixl_pair.h"
 
 static void open_far(side_t *b, char address[64])
@@ -119,6 +121,39 @@ static void test_full_of_notes(void)
     close_raw(&r);
 }
 
+/* As soon as a note has been handed over its operation may be another's: the poller, which did that, looks at it no more. */
+static void test_noted_writes(void)
+{
+    enum { TURNS = 3000 };
+    uint64_t zero = 0;
+    raw_t r;
+    cpu_set_t all, one;
+    CHECK_EQ(sched_getaffinity(0, sizeof all, &all), 0);
+    CPU_ZERO(&one);
+    for (int core = 0; core < CPU_SETSIZE && !CPU_COUNT(&one); core++)
+        if (CPU_ISSET(core, &all))
+            CPU_SET(core, &one);
+    CHECK_EQ(sched_setaffinity(0, sizeof one, &one), 0); /* so that who is woken runs at once, and before who woke it */
+    open_raw(&r, hixl_config("raw-a"));
+    hx_rregion_t *kv = remote(&r.a, "kv");
+    hx_segment_t seg = {.local = r.local,
+                        .remote = kv,
+                        .rkey = hx_rregion_rkey(kv),
+                        .local_off = &zero,
+                        .remote_off = &zero,
+                        .each = 64,
+                        .n = 1};
+    hx_engine_expect_notifies(r.b.engine, 1);
+    for (uint64_t i = 0; i < TURNS; i++) {
+        CHECK_EQ(post_note(&r.a, 10 + i, "text", &seg, 1, NULL), HX_OK);
+        WAIT_FINAL(&r.a, 10 + i, HX_OK);
+    }
+    WAIT(r.b.nnotifies == TURNS);
+    hx_engine_expect_notifies(r.b.engine, -1);
+    close_raw(&r);
+    CHECK_EQ(sched_setaffinity(0, sizeof all, &all), 0);
+}
+
 /* Its patience is the time-out of what stands still. Cancelled, a note ends at once. */
 static void test_note_times_out(void)
 {
@@ -167,6 +202,7 @@ int main(void)
             test_twice_at_once();
             test_full_of_notes();
             knob("max_notifies", "4096");
+            test_noted_writes();
             test_note_times_out();
             test_notes_to_nobody();
         }
