@@ -19,6 +19,7 @@
 #include "provider.h"
 
 #define RX_STEP (64u << 10)
+#define PLACE_NS 250000000ull /* of a stranger's time, before another may take its place */
 
 hx_link_t *hx_link_new(hx_engine_t *engine, int fd, bool tcp, bool outgoing)
 {
@@ -401,6 +402,21 @@ int hx_listen_tcp(const char *host, uint16_t port, uint16_t *port_p, char text[H
     return fd;
 }
 
+/* Whoever has stood longest at the door without proving who it is goes, if it had time enough for that: a peer needs two round
+ * trips. So connections that say nothing keep nobody out. */
+static bool make_place(hx_engine_t *engine)
+{
+    hx_link_t *oldest = NULL;
+    for (hx_link_t *link = engine->control.links; link; link = link->next)
+        if (!link->known && !link->dead && (!oldest || link->deadline_ns < oldest->deadline_ns))
+            oldest = link;
+    if (!oldest || hx_now_ns() + engine->config.handshake_timeout_ns < oldest->deadline_ns + PLACE_NS)
+        return false;
+    hx_link_fail(oldest, HX_ERR_TIMEOUT, 0,
+                 "it had not proven who it is, and others came: %u at most may shake hands at a time", HX_SHAKING_MAX);
+    return true;
+}
+
 void hx_links_accept(hx_engine_t *engine, int listen_fd, bool tcp)
 {
     for (int round = 0; round < 64; round++) {
@@ -410,7 +426,7 @@ void hx_links_accept(hx_engine_t *engine, int listen_fd, bool tcp)
                 poll(NULL, 0, 10); /* the listener stays readable: without a pause this thread would spin */
             return;
         }
-        if (engine->control.shaking >= HX_SHAKING_MAX) {
+        if (engine->control.shaking >= HX_SHAKING_MAX && !make_place(engine)) {
             close(fd);
             continue;
         }

@@ -26,8 +26,10 @@ void hx_live_check_operations(hx_engine_t *engine, uint64_t now)
             kick = true;
         }
         uint64_t cancel = atomic_load(&op->cancel), since = atomic_load(&op->cancel_ns);
-        if (stage != HX_STAGE_NOTE && cancel >> 8 == gen && now > since + engine->config.cancel_grace_ns)
+        if (stage != HX_STAGE_NOTE && cancel >> 8 == gen && now > since + engine->config.cancel_grace_ns) {
+            hx_providers_overdue(engine, op, gen);
             hx_op_report_early(engine, op, gen);
+        }
     }
     if (kick)
         hx_sched_kick(engine);

@@ -127,6 +127,11 @@ bool hx_providers_assist(hx_engine_t *engine)
     return any;
 }
 
+void hx_providers_overdue(hx_engine_t *engine, const hx_op_t *op, uint32_t gen)
+{
+    FOR_EACH_WITH(overdue, engine, p->overdue(engine, state, op, gen))
+}
+
 void hx_providers_kick(hx_engine_t *engine)
 {
     FOR_EACH_WITH(kick, engine, p->kick(engine, state))

@@ -39,6 +39,9 @@ struct hx_provider {
     /* Periodic, on the control thread while something is pending; answers when it wants to be called next (0:
      * whenever). */
     uint64_t (*tick)(hx_engine_t *engine, void *state, uint64_t now_ns);
+    /* The caller of this operation is about to be told that it need not wait any longer: what it does from now on must not be
+     * overtaken by what is left of it. The operation may be over meanwhile, and its slot another's: `gen`. */
+    void (*overdue)(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_t gen);
     /* ---- for a provider whose library works by itself; each may be NULL ---- */
     /* Something happened that an operation may wait for: a cancel, a loss, a region. */
     void (*kick)(hx_engine_t *engine, void *state);
@@ -123,6 +126,7 @@ void hx_providers_proven(hx_endpoint_t *ep, uint64_t arg);
 /* Can a peer write our memory over one of them without our help? */
 bool hx_providers_one_sided(const hx_engine_t *engine);
 bool hx_providers_assist(hx_engine_t *engine);
+void hx_providers_overdue(hx_engine_t *engine, const hx_op_t *op, uint32_t gen);
 uint64_t hx_providers_tick(hx_engine_t *engine, uint64_t now_ns);
 
 /* provider_fault.c stands in front of whichever provider was chosen when the engine has a fault plan.
@@ -136,5 +140,6 @@ extern const hx_provider_t hx_provider_tcp;
 
 #define HX_FEATURE_ACKS 1u /* a path of ours lets peers write without our help */
 #define HX_FEATURE_TCP 2u
+#define HX_FEATURE_SHM 4u
 
 #endif

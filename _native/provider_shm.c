@@ -45,6 +45,8 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
         why = "NPU memory cannot be reached by the CPU";
     else if (!ep->local || !ep->mine || !ep->theirs)
         why = "the control link is TCP: the peer may be on another host";
+    else if (!(ep->features & HX_FEATURE_SHM))
+        why = "the peer's engine has no shm transport";
     else if (remote->kind == HX_KIND_LAYOUT)
         why = "a layout is a description, not memory";
     else if (remote->kind == HX_KIND_FOREIGN && !ep->vm_ok) {
@@ -304,6 +306,7 @@ const hx_provider_t hx_provider_shm = {
     .abi = HX_PROVIDER_ABI,
     .name = "shm",
     .transport = HX_TRANSPORT_SHM,
+    .feature = HX_FEATURE_SHM,
     .probe = probe,
     .route = route,
     .try_inline = try_inline,

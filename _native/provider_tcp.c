@@ -65,7 +65,7 @@ static void sweep(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
             drop = verdict == HX_ERR_TIMEOUT || now > atomic_load(&r->op->cancel_ns) + grace;
         }
         if (drop) { /* what is on its way cannot be called back otherwise */
-            snprintf(c->why, sizeof c->why, "the data connection was given up to take a transfer back");
+            snprintf(c->why, sizeof c->why, HX_TCP_TAKEN_BACK);
             hx_tcp_close_conn(c, done);
         }
     }
@@ -552,6 +552,7 @@ const hx_provider_t hx_provider_tcp = {
     .route = route,
     .submit = hx_tcp_submit,
     .assist = hx_tcp_assist,
+    .overdue = hx_tcp_overdue,
     .kick = kick,
     .introduce = introduce,
     .meet = meet,

@@ -19,6 +19,7 @@
 #define HX_TCP_QUEUE (2ull << 20)  /* and of those that are not sent: what a small transfer waits for */
 #define HX_TCP_REQUESTS 16384
 #define HX_TCP_LANES 8
+#define HX_TCP_TAKEN_BACK "the data connection was given up to take a transfer back"
 
 typedef struct hx_tcp hx_tcp_t;
 typedef struct hx_treq hx_treq_t;
@@ -188,6 +189,7 @@ void hx_tcp_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_
 void hx_tcp_dial_failed(hx_endpoint_t *ep);
 bool hx_tcp_make_room(hx_endpoint_t *ep, unsigned stream);
 void hx_tcp_evict(hx_endpoint_t *ep);
+void hx_tcp_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_t gen);
 
 /* tcp_zerocopy.c; under mu, progress thread */
 void hx_tcp_zc_enable(hx_tconn_t *c);

@@ -255,6 +255,14 @@ uint64_t hx_tcp_dial(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
     return 0;
 }
 
+/* Nothing more goes in or out; the progress thread closes it. */
+static void give_up(hx_tconn_t *c, const char *why)
+{
+    snprintf(c->why, sizeof c->why, "%s", why);
+    c->broken = true;
+    shutdown(c->fd, SHUT_RDWR);
+}
+
 /* Control thread: the connection that a newcomer replaces has been ended, so that what it still held can come no more. */
 bool hx_tcp_make_room(hx_endpoint_t *ep, unsigned stream)
 {
@@ -264,11 +272,8 @@ bool hx_tcp_make_room(hx_endpoint_t *ep, unsigned stream)
     for (int i = 0; i < 1000; i++) {
         pthread_mutex_lock(&p->t->mu);
         hx_tconn_t *old = p->conns[stream];
-        if (old && !old->broken) {
-            snprintf(old->why, sizeof old->why, "the peer has opened the data connection anew");
-            old->broken = true;
-            shutdown(old->fd, SHUT_RDWR);
-        }
+        if (old && !old->broken)
+            give_up(old, "the peer has opened the data connection anew");
         pthread_mutex_unlock(&p->t->mu);
         if (!old)
             return true;
@@ -286,13 +291,28 @@ void hx_tcp_evict(hx_endpoint_t *ep)
         return;
     pthread_mutex_lock(&p->t->mu);
     for (unsigned i = 0; i < p->streams; i++)
-        if (p->conns[i]) {
-            snprintf(p->conns[i]->why, sizeof p->conns[i]->why,
-                     "given up: a message of the peer's stands still in memory that "
-                     "its owner wants back");
-            p->conns[i]->broken = true;
-            shutdown(p->conns[i]->fd, SHUT_RDWR);
-        }
+        if (p->conns[i])
+            give_up(p->conns[i], "given up: a message of the peer's stands still in memory that its owner wants back");
     pthread_mutex_unlock(&p->t->mu);
     hx_tcp_wake(p->t);
+}
+
+/* The progress thread would drop its connections in its next sweep, but the caller may post before that. */
+void hx_tcp_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_t gen)
+{
+    hx_tcp_t *t = state;
+    bool any = false;
+    (void)engine;
+    pthread_mutex_lock(&t->mu);
+    for (hx_tconn_t *c = t->conns; c; c = c->next)
+        for (const hx_treq_t *r = c->fd >= 0 && !c->broken ? c->reqs_head : NULL; r && !c->broken; r = r->next)
+            if (r->op == op && atomic_load(&op->gen) == gen) { /* listed: it is not over, nor can it be before we are */
+                if (op->kind == HX_WRITE)
+                    c->peer->dirty |= 1u << c->stream;
+                give_up(c, HX_TCP_TAKEN_BACK);
+                any = true;
+            }
+    pthread_mutex_unlock(&t->mu);
+    if (any)
+        hx_tcp_wake(t);
 }

@@ -195,6 +195,13 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low_int <= value <= high_int:
                 raise ConfigError(f"{key}: a whole number from {low_int} to {high_int}, not {value!r}")
+        if "tcp" not in self.transport_names:
+            for key, given in (("streams", self.streams), ("checksum", self.checksum), ("zerocopy", self.zerocopy)):
+                if given:
+                    raise ConfigError(
+                        f"{key}: an option of the transport 'tcp', which is not among transports "
+                        f"{list(self.transports)}: name it there, or leave the option out"
+                    )
         if self.queue_depth & (self.queue_depth - 1):
             raise ConfigError(f"queue_depth: a power of two, not {self.queue_depth}")
 

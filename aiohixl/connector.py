@@ -226,8 +226,11 @@ class Connector:
                 return await self._dial(target, address, name, incarnation, deadline)
             except PeerUnreachableError as exc:
                 pause *= random.uniform(1.0, 2.0)
-                if getattr(exc, "native_errno", None) not in _BUSY or loop.time() + pause >= until:
+                if getattr(exc, "native_errno", None) not in _BUSY:
                     raise
+                if loop.time() + pause >= until:
+                    text = f"{exc}; perhaps too many that have not proven who they are stand at its door"
+                    raise with_data(PeerUnreachableError(text), **vars(exc)) from None
             await asyncio.sleep(pause)
 
     async def _dial(

@@ -85,7 +85,7 @@ class Engine:
         hixl_options: HIXL's own options by HIXL's names; ``LocalCommRes`` and ``GlobalResourceConfig`` also as dicts.
         hixl_address: ``ip:port`` for HIXL to listen on; default a free port where `address` is, or on the loopback.
         hixl_library: libcann_hixl.so or its directory; default ``ASCEND_HOME_PATH/lib64`` and the loader's path.
-        busy_poll: seconds up to 0.001 for which a native thread spins for a completion before it sleeps; default 0.
+        busy_poll: seconds up to 0.001 for which HIXL's thread spins for a completion before it sleeps; default 0.
         faults: a `aiohixl.testing.FaultPlan`; for tests.
 
     An engine belongs to the loop it was entered on. Posting is possible from any thread; everything else raises

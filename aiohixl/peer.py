@@ -66,9 +66,10 @@ class Peer(RemoteEngine):
         Posted at once; await it to know that they are visible there. A `note` is delivered to the peer after them.
         An NPU's memory is not touched before the event `after`: a ``torch.npu.Event`` or its handle; by default what
         the current stream of the calling thread has been given so far; 0 for nothing.
-        Raises `RegionError` (wrong spans; nothing was posted); the transfer fails with `RemoteAccessError` when the
-        owner does not allow it, `PeerLostError`, `TransferTimeoutError`, `ProviderError`. Cancelling the last await
-        recalls it; the peer may then have any part of the bytes, and gets the note with ``aborted=True``.
+        Raises `RegionError` (wrong spans) and `RemoteAccessError` (the owner has announced that it forbids it) before
+        anything is posted. The transfer fails with `RemoteAccessError` when the owner itself refuses it,
+        `PeerLostError`, `TransferTimeoutError`, `ProviderError`. Cancelling the last await recalls it; the peer may
+        then have any part of the bytes, and gets the note with ``aborted=True``.
         """
         payload = None if note is None else _note_bytes(note)
         return self._one("write", local, remote, payload, b"" if note is None else _topic_bytes(topic), after)

@@ -221,7 +221,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.hixl:
         return bench_hixl.run(args)
-    if args.tcp:
+    if args.tcp or args.netns:
         return bench_tcp.run(args)
     if args.peer:
         uvloop.run(peer_main())

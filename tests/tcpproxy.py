@@ -26,7 +26,7 @@ Tamper = Callable[["Pipe", int, bytes], bytes]
 
 
 class Pipe:
-    """One connection: `passed` counts its bytes [towards the engine, and back]."""
+    """One connection: `passed` counts its bytes [towards the engine, and back]. ``going``: cleared, it stands still."""
 
     def __init__(self, proxy: Proxy, front: socket.socket, back: socket.socket) -> None:
         self.proxy = proxy
@@ -34,6 +34,8 @@ class Pipe:
         self.passed = [0, 0]
         self.data = False
         self.opened = asyncio.Event()
+        self.going = asyncio.Event()
+        self.going.set()
         self.over = False
         self._tasks = [asyncio.create_task(self._pump(way)) for way in (0, 1)]
 
@@ -46,6 +48,7 @@ class Pipe:
                     self.data = FRAME.unpack_from(data)[1] == HELLO_DATA
                     self.opened.set()
                 await self.proxy.going.wait()
+                await self.going.wait()
                 if self.data and (hold := self.proxy.hold) is not None:
                     await hold.wait()
                 if self.proxy.cut_after is not None and self.data:

@@ -209,6 +209,14 @@ def test_addresses_that_are_none(address: str) -> None:
         aiohixl.Engine("x", address=address)
 
 
+@pytest.mark.parametrize("option", [{"streams": 2}, {"checksum": True}, {"zerocopy": True}], ids=str)
+def test_options_of_a_transport_that_is_not_there(option: dict[str, Any]) -> None:
+    with pytest.raises(
+        aiohixl.ConfigError, match=rf"{next(iter(option))}: an option of the transport 'tcp'.*\['shm'\]"
+    ):
+        aiohixl.Engine("x", transports=["shm"], **option)
+
+
 async def test_an_address_that_is_taken_or_not_ours(ground: Ground) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = aiohixl.Engine("busy", address=f"127.0.0.1:{taken.getsockname()[1]}")

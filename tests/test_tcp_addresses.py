@@ -110,6 +110,26 @@ async def test_nobody_listens(start: Start) -> None:
         await a.connect(f"tcp://127.0.0.1:{port}")
 
 
+async def test_an_engine_without_shm_is_reached_by_tcp(start: Start) -> None:
+    """On one host, by its unix socket, and by a peer that has both: nobody writes its memory without its checks."""
+    a, b = await start("a", transports=["auto"]), await start("b", transports=["tcp"])
+    await b.allocate(4096, "target")
+    await a.allocate(4096, "back")
+    peer = await a.connect(b.address.split(",")[0])
+    (back,) = b.peers.values()
+    assert isinstance(back, aiohixl.Peer)
+    for one, local, remote in (
+        (peer, a.allocate(4096), await peer.region("target")),
+        (back, b.allocate(4096), await back.region("back")),
+    ):
+        assert one.route(local, remote).provider == "tcp"
+        await one.write(local, remote)
+    c = await start("c", transports=["shm"])
+    alone = await c.connect(b.address.split(",")[0])
+    with pytest.raises(aiohixl.RegionError, match="shm: the peer's engine has no shm transport"):
+        alone.write(c.allocate(4096), await alone.region("target"))
+
+
 async def test_two_transports_that_do_not_meet(start: Start) -> None:
     """No path is an error that says why, before a byte moves."""
     a, b = await start("a", transports=["tcp"]), await start("b", transports=["shm"])

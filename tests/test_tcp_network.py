@@ -218,6 +218,31 @@ async def test_contract_03_cancelled_while_the_network_stands_still(start: Start
         assert (view(wire.target) == NEW).all()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_contract_03_what_was_recalled_lands_behind_nothing(start: Start, first: int) -> None:
+    """What is posted as soon as the cancellation is over does not overtake it, on whichever connection it goes."""
+    nbytes = 1 << 20  # one message, and so one connection
+    async with line(start, streams=2, nbytes=nbytes, cancel_grace=0.06) as wire:
+        fresh = wire.ground.a.register(np.zeros(nbytes, np.uint8))
+        for value in range(1, 21, 2):
+            await wire.all_there()
+            view(wire.source)[:], view(fresh)[:] = value, value + 1
+            pipes = wire.proxy.data_pipes
+            for pipe in pipes:
+                pipe.going.clear()
+            transfer = wire.post("write")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(transfer, 0.01)
+            again = asyncio.ensure_future(wire.ground.peer.write(fresh, wire.remote))
+            pipes[first].going.set()
+            await asyncio.wait([again], timeout=0.02)
+            pipes[1 - first].going.set()
+            await again
+            await transfer.wait_quiesced()
+            await wire.ground.still_good()
+            assert (view(wire.target) == value + 1).all()
+
+
 async def test_a_stalled_transfer_fails(start: Start) -> None:
     """The control link answers, the data connection does not: after stall_timeout that is the transfer's failure."""
     async with line(start, stall_timeout=0.5, cancel_grace=0.3) as wire:

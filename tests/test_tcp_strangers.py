@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import ssl
@@ -133,6 +134,21 @@ async def test_contract_11_a_hundred_scanners_at_once(house: House) -> None:
     # Those that found no room left no trace; each of the others one.
     await until(lambda: house.engine.stats()["refused"] >= 64, "the scanners that had room were told of")
     assert house.engine.stats()["refused"] <= 100
+
+
+async def test_contract_11_those_who_say_nothing_keep_nobody_out(start: Start) -> None:
+    """More than may shake hands at a time, for longer than a peer is patient."""
+    b = await start("b", transports=["tcp"], secret=SECRET, handshake_timeout=600.0)
+    await b.allocate(4096, "target")
+    address = next(a for a in b.address.split(",") if a.startswith("tcp://"))
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with contextlib.ExitStack() as silent:
+        for _ in range(100):
+            silent.enter_context(socket.create_connection((host, int(port)), wire.PATIENCE))
+        for name in ("a", "c"):
+            engine = await start(name, transports=["tcp"], secret=SECRET)
+            peer = await engine.connect(address)
+            await peer.write(await engine.allocate(4096), await peer.region("target"))
 
 
 async def test_contract_11_a_tls_client(house: House) -> None:

@@ -133,5 +133,6 @@ def _text_part(config: Config) -> Config:
 
 
 def _called(config: dict[str, Any], path: Path) -> str:
-    name = config.get("_name_or_path") or path.resolve().parent.name or config.get("model_type")
+    place = path.resolve().parent.name if path.name == "config.json" else path.stem
+    name = config.get("_name_or_path") or place or config.get("model_type")
     return str(name)[:80]
