@@ -37,7 +37,7 @@ static void on_path(hx_link_t *link, const uint8_t *body, size_t n)
     memcpy(&name_len, body, sizeof name_len);
     body += sizeof name_len;
     n -= sizeof name_len;
-    if (!link->ep->features || name_len > n || link->nregions ||
+    if (!(link->ep->features & ~(uint64_t)HX_FEATURE_SHM) || name_len > n || link->nregions ||
         !hx_providers_meet(link->ep, (const char *)body, name_len, body + name_len, n - name_len))
         broken(link, "impossible path");
 }

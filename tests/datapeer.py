@@ -129,9 +129,7 @@ class DataPeer(WirePeer):
         return self
 
     def _meet(self, streams: int) -> None:
-        hello = bytearray(wire.greeting(secret=self.secret is not None))
-        hello[16:24] = struct.pack("<Q", FEATURE_TCP)
-        self.authenticate(bytes(hello))
+        self.authenticate(wire.greeting(secret=self.secret is not None, features=FEATURE_TCP))
         self.send(wire.PAGE)
         self.send(wire.PATH, 0, struct.pack("<I", 3) + b"tcp" + INTRO.pack(7, 0, streams, 0))
         self.send(wire.TABLE_END)

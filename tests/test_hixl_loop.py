@@ -9,42 +9,17 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 from processes import run_python, until
 from standin import FLAVOURS, LIBRARY, PairNpu, Standin, StartNpu, npu_region
+from ticking import ticking
 
 import aiohixl
 from aiohixl import ClosedError, HixlError
 
 MIB = 1 << 20
-P99 = 0.005  # seconds: a requirement
-
-
-@contextlib.asynccontextmanager
-async def ticking() -> AsyncIterator[list[float]]:
-    """A 1 ms ticker; afterwards, 99 of 100 ticks came within 5 ms."""
-    late: list[float] = []
-    over = False
-
-    async def tick() -> None:
-        while not over:
-            begin = time.perf_counter()
-            await asyncio.sleep(0.001)
-            late.append(time.perf_counter() - begin - 0.001)
-
-    task = asyncio.create_task(tick())
-    try:
-        yield late
-    finally:
-        over = True
-        await task
-    late.sort()
-    p99 = late[int(len(late) * 0.99)]
-    print(f"{len(late)} ticks, late by p50 {late[len(late) // 2] * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms")
-    assert p99 <= P99
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -216,13 +191,17 @@ async def test_a_port_that_is_taken(standin: Standin, start_npu: StartNpu) -> No
 async def test_a_start_that_is_given_up(standin: Standin) -> None:
     """A thread finishes it, and undoes it."""
     standin.set(finalize_ms=0)
-    for turns in range(4):
+    given_up = 0
+    for turns in [*range(4), 0, 0, 0]:
         task = asyncio.ensure_future(aiohixl.Engine("x", transports=["hixl"], hixl_library=standin.library).start())
         for _ in range(turns + 1):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
-        assert task.cancelled()
+        given_up += task.cancelled()
+        if not task.cancelled():  # the thread was quicker
+            await task.result().close()
+    assert given_up
     await until(lambda: standin.stat("finalizes") == standin.stat("initializes"), "all are finalized")
     await until(lambda: not any(t.name.startswith("aiohixl") for t in threading.enumerate()), "its threads end")
     assert standin.stat("registered") == 0

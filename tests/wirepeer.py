@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 MAGIC = 0x314C584948304941
+FEATURE_SHM = 4
 FRAME = struct.Struct("<IHBBQ")
 GREETING = struct.Struct("<QIIQQQIIII16s16s32s32s")
 ENTRY = struct.Struct("<QQQQQIIII")
@@ -56,6 +57,7 @@ def greeting(
     *,
     magic: int = MAGIC,
     versions: tuple[int, int] = (1, 1),
+    features: int = FEATURE_SHM,
     epoch: int = 0,
     secret: bool = False,
     incarnation: bytes = b"",
@@ -67,7 +69,7 @@ def greeting(
         GREETING.pack(
             magic,
             *versions,
-            0,
+            features,
             epoch,
             0,
             secret,
