@@ -115,7 +115,7 @@ struct hx_tpeer {
      * sent to the peer before the stream is open again: the peer ends the old one before it takes the new one. */
     uint32_t dirty;
     uint64_t not_before_ns, idle_ns; /* idle: since when there is no connection */
-    hx_note_t *held;                 /* aborted ones, until the bytes that they speak of can come no more; */
+    hx_note_t *held, *held_tail;     /* aborted ones, until the bytes that they speak of can come no more; */
     uint64_t held_ns;                /* at the latest then */
     hx_tconn_t *conns[HX_TCP_STREAMS_MAX];
     unsigned turn;
@@ -181,6 +181,7 @@ void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done);
 void hx_tcp_watch(hx_tconn_t *c);
 bool hx_tcp_read(hx_tconn_t *c, bool brief, hx_tdone_t *done); /* drops mu; false: it has failed, and is `broken` */
 void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done);       /* later, if it is being read */
+void hx_tcp_abort(int fd);                                     /* resets the connection, and drops what was not sent */
 void hx_tcp_free_closed(hx_tcp_t *t, hx_tdone_t *done);
 void hx_tcp_free_notes(hx_tpeer_t *p);
 void hx_tcp_release_notes(hx_tpeer_t *p, uint64_t now);

@@ -65,8 +65,9 @@ static void resolve(hx_tconn_t *c, hx_tdone_t *done)
             hx_note_t *note = r->op->note;
             r->op->note = NULL;
             note->aborted = true;
-            note->next = p->held;
-            p->held = note;
+            note->next = NULL;
+            *(p->held ? &p->held_tail->next : &p->held) = note;
+            p->held_tail = note;
             p->held_ns = now + p->t->engine->config.handshake_timeout_ns;
         }
         hx_tcp_answered(r, HX_ERR_CONNECTION, done);
@@ -94,6 +95,13 @@ void hx_tcp_release_notes(hx_tpeer_t *p, uint64_t now)
     }
 }
 
+void hx_tcp_abort(int fd)
+{
+    struct sockaddr none = {.sa_family = AF_UNSPEC};
+    if (connect(fd, &none, sizeof none) < 0)
+        shutdown(fd, SHUT_RDWR);
+}
+
 /* The socket is closed first: from then on nothing reads the source or writes the target. */
 void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done)
 {
@@ -105,8 +113,16 @@ void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done)
         return; /* the thread is woken when that is over */
     hx_tcp_lane_leave(c);
     epoll_ctl(p->t->epoll_fd, EPOLL_CTL_DEL, c->fd, NULL);
+    for (const hx_treq_t *r = c->reqs_head; r; r = r->next)
+        if (r->op->kind == HX_WRITE)
+            p->dirty |= 1u << c->stream;
     if (!hx_tcp_zc_part(c, done)) {
-        shutdown(c->fd, SHUT_RDWR); /* also where a process that is being started holds it for a moment longer */
+        /* Also where a process that is being started holds it for a moment longer. What has not left of a WRITE, and would be
+         * sent in the background, never leaves. */
+        if (p->dirty & 1u << c->stream)
+            hx_tcp_abort(c->fd);
+        else
+            shutdown(c->fd, SHUT_RDWR);
         close(c->fd);
         c->fd = -1;
     }
@@ -115,9 +131,6 @@ void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done)
         snprintf(c->why, sizeof c->why, "the data connection was closed");
     p->conns[c->stream] = NULL;
     p->open--;
-    for (const hx_treq_t *r = c->reqs_head; r; r = r->next)
-        if (r->op->kind == HX_WRITE)
-            p->dirty |= 1u << c->stream;
     p->idle_ns = hx_now_ns();
     c->limbo_ns = p->idle_ns + LIMBO_NS;
     for (hx_tout_t *out; (out = c->out_head);) {

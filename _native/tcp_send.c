@@ -357,14 +357,11 @@ void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done)
         } else {
             more = waits;
         }
-        if (waits)
-            turned = turned ? turned : op;
-        else
-            turned = NULL;
         op->requests--;
         if (more && hx_op_verdict(op) == HX_OK) {
             op->queued = true;
-            hx_opq_push(&p->runq, op); /* behind the others: each has its turn for a chunk */
+            hx_opq_push(&p->runq, op);                     /* behind the others: each has its turn for a chunk */
+            turned = !waits ? NULL : turned ? turned : op; /* one that is in the queue, or its turn never comes again */
         } else {
             hx_tcp_maybe_done(op, done);
         }

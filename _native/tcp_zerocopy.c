@@ -127,7 +127,6 @@ void hx_tcp_zc_reap(hx_tconn_t *c, hx_tdone_t *done)
 
 bool hx_tcp_zc_part(hx_tconn_t *c, hx_tdone_t *done)
 {
-    struct sockaddr none = {.sa_family = AF_UNSPEC};
     if (!hx_tcp_zc_out(c))
         return false;
     hx_tout_t *out = c->out_head;
@@ -135,8 +134,7 @@ bool hx_tcp_zc_part(hx_tconn_t *c, hx_tdone_t *done)
         c->out_head = out->next;
         hx_tcp_zc_hold(c, out);
     }
-    if (connect(c->fd, &none, sizeof none) < 0)
-        shutdown(c->fd, SHUT_RDWR);
+    hx_tcp_abort(c->fd);
     c->ghost_fd = c->fd;
     c->fd = -1;
     hx_tcp_zc_reap(c, done);

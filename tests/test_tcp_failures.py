@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,6 +48,38 @@ async def good_again(start: Start, engine: aiohixl.Engine) -> None:
     await peer.write(source, await peer.region("t"), note=b"n")
     assert (await again.notes().get()).payload == b"n"
     assert bytes(target) == bytes(source)
+
+
+# ---- what waits ----
+
+
+def seconds_of(name: str) -> float:
+    """Processor time of a native thread of ours, so far."""
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith(name):
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    raise AssertionError(f"there is no thread {name!r}")
+
+
+@pytest.mark.parametrize("turn", range(3))
+async def test_what_waits_for_its_memory_sleeps(start: Start, turn: int) -> None:
+    """Also when what it waits beside has failed meanwhile: the thread does not look for that one's turn for ever."""
+    a = await start("a", transports=["tcp"])
+    async with child(script="tcp_peer.py") as other:
+        for name in ("kept", "gone"):
+            await other.ask("make", kind="allocated", name=name, nbytes=4096)
+        peer = await a.connect(by_tcp(other.address))
+        kept, gone = await peer.region("kept"), await peer.region("gone")
+        await peer.write(await a.allocate(4096), kept)
+        spent, begun = seconds_of("hx-tcp"), time.monotonic()
+        local = a.allocate(1 << 30)  # a while, for a native thread
+        failing, waiting = peer.write(local[:4096], gone), peer.write(local[:4096], kept)
+        await other.ask("deregister", name="gone")
+        with contextlib.suppress(aiohixl.RemoteAccessError):  # the memory may have been quicker
+            await failing
+        await waiting
+        assert seconds_of("hx-tcp") - spent < 0.5 * (time.monotonic() - begun) + 0.05
 
 
 # ---- death ----
