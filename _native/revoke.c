@@ -127,10 +127,13 @@ static uint64_t pinned(hx_engine_t *engine, const hx_revoke_t *rv, uint64_t *hel
     uint64_t total = 0, now = hx_now_ns();
     *nheld_p = 0;
     for (hx_endpoint_t *ep = engine->control.endpoints; ep; ep = ep->next) {
-        bool copying = ep->theirs && hx_page_busy(ep->theirs);
-        bool writing = ep->acks && rv->told;
-        if (!concerns(ep, rv->one_peer, rv->incarnation) || (!copying && !writing && !ep->tcp) ||
-            hx_endpoint_process_gone(ep))
+        if (!concerns(ep, rv->one_peer, rv->incarnation))
+            continue;
+        bool gone =
+            hx_endpoint_process_gone(ep); /* it does nothing any more; what it has sent may be on its way into memory */
+        bool copying = !gone && ep->theirs && hx_page_busy(ep->theirs);
+        bool writing = !gone && ep->acks && rv->told;
+        if (!copying && !writing && !ep->tcp)
             continue;
         for (size_t i = 0; i < rv->n; i++) {
             uint64_t off = rv->spans[2 * i], end = off + rv->spans[2 * i + 1];

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from conftest import Start
+from faults import missing
 from ground import Ground, noise
 from owned import NEW, view
 from processes import Child, child, until
@@ -48,6 +49,29 @@ async def good_again(start: Start, engine: aiohixl.Engine) -> None:
     await peer.write(source, await peer.region("t"), note=b"n")
     assert (await again.notes().get()).payload == b"n"
     assert bytes(target) == bytes(source)
+
+
+async def test_contract_03_what_a_dead_peer_has_sent_is_waited_for(start: Start) -> None:
+    """Its process is gone; its last message is in our kernel, and on its way into the memory."""
+    engine = await start("here", transports=["tcp"], cancel_grace=0.3)
+    with missing(1 << 20) as page:
+        target = await engine.register(page.memory, "target")
+        async with child(script="tcp_peer.py") as other:
+            await other.ask("make", kind="allocated", name="source", nbytes=1 << 20, fill=3)
+            await other.ask("connect", address=engine.address.split(",")[0])  # by the unix socket: its process is known
+            await other.ask("begin", kind="write", local="source", remote="target")
+            await until(page.touched, "its bytes arrive")
+            other.kill()
+            other.process.wait()
+        with pytest.raises(aiohixl.RegionPinnedError):
+            await target.revoke()
+        page.bring()
+        await target.revoke()
+        page.memory[:] = 9
+        await until(lambda: not engine.peers, "the loss is noticed")
+        assert (page.memory == 9).all()
+        await target.deregister()
+        del target
 
 
 # ---- what waits ----
