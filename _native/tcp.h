@@ -195,7 +195,6 @@ void hx_tcp_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_
 /* tcp_zerocopy.c; under mu, progress thread */
 void hx_tcp_zc_enable(hx_tconn_t *c);
 bool hx_tcp_zc_fits(const hx_tconn_t *c, size_t nbytes); /* send this so? */
-bool hx_tcp_zc_out(const hx_tconn_t *c);                 /* there are pages out */
 void hx_tcp_zc_hold(hx_tconn_t *c, hx_tout_t *out);      /* it has been sent */
 void hx_tcp_zc_reap(hx_tconn_t *c, hx_tdone_t *done);    /* what the kernel reports */
 bool hx_tcp_zc_part(hx_tconn_t *c, hx_tdone_t *done);    /* before it is closed; true: its socket is a ghost now */

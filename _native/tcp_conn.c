@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 #include "link.h"
-#include "sys.h"
 #include "tcp.h"
 
 #define RETRY_NS 100000000ull /* between attempts to open a data connection */

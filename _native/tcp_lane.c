@@ -7,11 +7,9 @@
  * there meanwhile. It looks each millisecond, and takes the connection back when posts cease, when there is more to move than
  * small things, or when the loop is late: what a peer sends never waits for a program that computes. */
 #define _GNU_SOURCE
-#include <string.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 
-#include "sys.h"
 #include "tcp.h"
 
 #define LOOK_NS 1000000ull   /* between looks at whether the loop keeps up */

@@ -24,7 +24,6 @@ static hx_treq_t *new_req(hx_tcp_t *t, hx_op_t *op)
     t->free_reqs = r->next;
     r->op = op;
     r->conn = NULL; /* nobody finds it before it is listed */
-    r->prev = NULL;
     r->unsent = r->held = r->answered = false;
     r->next = NULL;
     return r;

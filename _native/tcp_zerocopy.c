@@ -15,7 +15,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include "sys.h"
 #include "tcp.h"
@@ -36,7 +35,8 @@ bool hx_tcp_zc_fits(const hx_tconn_t *c, size_t nbytes)
     return c->zc && nbytes >= NBYTES_MIN && c->zc_next - c->zc_low < WINDOW;
 }
 
-bool hx_tcp_zc_out(const hx_tconn_t *c)
+/* There are pages out. */
+static bool pages_out(const hx_tconn_t *c)
 {
     return c->zc_next != c->zc_low;
 }
@@ -97,7 +97,7 @@ static void take_report(hx_tconn_t *c, const struct sock_extended_err *report)
 
 void hx_tcp_zc_reap(hx_tconn_t *c, hx_tdone_t *done)
 {
-    if (!hx_tcp_zc_out(c))
+    if (!pages_out(c))
         return;
     for (;;) {
         union {
@@ -121,13 +121,13 @@ void hx_tcp_zc_reap(hx_tconn_t *c, hx_tdone_t *done)
         }
     }
     release(c, done);
-    if (c->fd < 0 && !hx_tcp_zc_out(c))
+    if (c->fd < 0 && !pages_out(c))
         hx_close_fd(&c->ghost_fd);
 }
 
 bool hx_tcp_zc_part(hx_tconn_t *c, hx_tdone_t *done)
 {
-    if (!hx_tcp_zc_out(c))
+    if (!pages_out(c))
         return false;
     hx_tout_t *out = c->out_head;
     if (out && out->zc) { /* a part of it has been sent so */

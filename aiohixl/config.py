@@ -119,12 +119,15 @@ class EngineConfig:
         asked = [key for key, value in given.items() if not _is_same(value, defaults[key])]
         if "hixl" not in self.transports and not ("auto" in self.transports and asked):
             if asked:
-                raise ConfigError(
-                    f"{asked[0]}: an option of the transport 'hixl', which is not among transports "
-                    f"{list(self.transports)}: name it there, or leave the option out"
-                )
+                raise self._stray(asked[0], "hixl")
             return None
         return HixlConfig.build(given)
+
+    def _stray(self, option: str, transport: str) -> ConfigError:
+        return ConfigError(
+            f"{option}: an option of the transport {transport!r}, which is not among transports "
+            f"{list(self.transports)}: name it there, or leave the option out"
+        )
 
     @property
     def transport_names(self) -> tuple[str, ...]:
@@ -198,10 +201,7 @@ class EngineConfig:
         if "tcp" not in self.transport_names:
             for key, given in (("streams", self.streams), ("checksum", self.checksum), ("zerocopy", self.zerocopy)):
                 if given:
-                    raise ConfigError(
-                        f"{key}: an option of the transport 'tcp', which is not among transports "
-                        f"{list(self.transports)}: name it there, or leave the option out"
-                    )
+                    raise self._stray(key, "tcp")
         if self.queue_depth & (self.queue_depth - 1):
             raise ConfigError(f"queue_depth: a power of two, not {self.queue_depth}")
 

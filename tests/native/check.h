@@ -9,7 +9,9 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 static _Atomic int checks, failures;
 
@@ -31,6 +33,20 @@ static inline bool check_at(bool ok, const char *file, int line, const char *wha
         if (!check_at(got_ == expected_, __FILE__, __LINE__, #got " == " #expected)) \
             fprintf(stderr, "  %lld, not %lld\n", got_, expected_);                  \
     } while (0)
+
+/* In a process of its own, for what leaves behind what cannot be freed. Before there are threads. */
+static inline void in_a_process(void (*run)(void))
+{
+    fflush(NULL);
+    pid_t pid = fork();
+    if (!pid) {
+        run();
+        _exit(atomic_load(&failures) ? 1 : 0);
+    }
+    int status = 0;
+    CHECK(waitpid(pid, &status, 0) == pid);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
 
 static inline int report(const char *name)
 {

@@ -224,18 +224,10 @@ static void abandon(void)
     end_folder();
 }
 
-/* In a process of its own, which ends with a thread in the library. */
+/* It ends with a thread in the library. */
 static void test_abandoned(void)
 {
-    fflush(NULL);
-    pid_t pid = fork();
-    if (!pid) {
-        abandon();
-        _exit(atomic_load(&failures) ? 1 : 0);
-    }
-    int status = 0;
-    CHECK(waitpid(pid, &status, 0) == pid);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    in_a_process(abandon);
 }
 
 /* ---- what stands still holds up nothing else ---- */

@@ -4,7 +4,6 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 
 #include "pair.h"
 #include "tcp.h"
@@ -55,6 +54,14 @@ static void settle(side_t *owner, hx_region_t *region, side_t *writer)
     WAIT(owner->done[token].count == 1);
     CHECK_EQ(hx_region_grant(region, NULL, all, 1), HX_OK);
     SOON_EPOCH(writer, epoch);
+}
+
+static void close_both(side_t *a, side_t *b, hx_region_t *local, hx_region_t *target)
+{
+    hx_region_unref(local);
+    hx_region_unref(target);
+    side_close(a);
+    side_close(b);
 }
 
 static void test_moves(bool by_unix, bool checksum, uint32_t streams, bool zerocopy)
@@ -127,10 +134,7 @@ static void test_moves(bool by_unix, bool checksum, uint32_t streams, bool zeroc
     CHECK_EQ(hx_region_deregister(target, 3), HX_OK);
     WAIT(b.done[3].count == 1);
     CHECK_EQ(b.done[3].status, HX_OK);
-    hx_region_unref(local);
-    hx_region_unref(target);
-    side_close(&a);
-    side_close(&b);
+    close_both(&a, &b, local, target);
 }
 
 static void test_cancel_and_loss(bool zerocopy)
@@ -155,10 +159,20 @@ static void test_cancel_and_loss(bool zerocopy)
     hx_engine_stop(b.engine);
     for (uint64_t i = 0; i < 20; i++)
         WAIT(atomic_load(&a.of[70 + i].finals) == 1);
-    hx_region_unref(local);
-    hx_region_unref(target);
-    side_close(&a);
-    side_close(&b);
+    close_both(&a, &b, local, target);
+}
+
+/* Of one side only: the other's consumer is another thread, or does something else. */
+static void wait_for(side_t *s, uint64_t token)
+{
+    double end = seconds() + PATIENCE;
+    while (!atomic_load(&s->of[token].finals) && seconds() < end) {
+        struct pollfd bell = {.fd = hx_engine_fileno(s->engine), .events = POLLIN};
+        poll(&bell, 1, 1000);
+        pump(s);
+    }
+    CHECK_EQ(atomic_load(&s->of[token].finals), 1);
+    CHECK_EQ(s->of[token].status, HX_OK);
 }
 
 static unsigned lanes(const side_t *s)
@@ -212,14 +226,8 @@ static void test_lane(bool checksum)
         CHECK_EQ(post_one(&b, HX_WRITE, 8000 + i, target, 0, remote(&b, "mine"), 0, nbytes, NULL), HX_OK);
         CHECK_EQ(post_one(&b, HX_READ, 8100 + i, target, NBYTES / 2, remote(&b, "mine"), NBYTES / 2, nbytes, NULL),
                  HX_OK);
-        end = seconds() + PATIENCE;
-        while (!(atomic_load(&b.of[8000 + i].finals) && atomic_load(&b.of[8100 + i].finals)) && seconds() < end) {
-            struct pollfd bell = {.fd = hx_engine_fileno(b.engine), .events = POLLIN};
-            poll(&bell, 1, 1000);
-            pump(&b);
-        }
-        WAIT_FINAL(&b, 8000 + i, HX_OK);
-        WAIT_FINAL(&b, 8100 + i, HX_OK);
+        wait_for(&b, 8000 + i);
+        wait_for(&b, 8100 + i);
     }
     /* It comes to nothing where there is nothing to do, and it may be open at the end. */
     double end = seconds() + PATIENCE;
@@ -233,10 +241,7 @@ static void test_lane(bool checksum)
     hx_engine_stop(a.engine);
     for (uint64_t i = 0; i < 10; i++)
         WAIT(atomic_load(&a.of[9000 + i].finals) == 1);
-    hx_region_unref(local);
-    hx_region_unref(target);
-    side_close(&a);
-    side_close(&b);
+    close_both(&a, &b, local, target);
 }
 
 /* The kernel reports nothing, as a network card might that hangs. */
@@ -251,7 +256,8 @@ ssize_t recvmsg(int fd, struct msghdr *msg, int flags)
     return syscall(SYS_recvmsg, fd, msg, flags);
 }
 
-static void end_without_report(void)
+/* Pages of which no report comes: nobody may be told that they are free, and an engine that ends leaves them alone. */
+static void test_no_report(void)
 {
     side_t a, b;
     open_tcp(&a, "tcp-a", false, 1, true);
@@ -271,34 +277,6 @@ static void end_without_report(void)
     CHECK_EQ(atomic_load(&a.of[1].earlies), 1);
     hx_engine_stop(b.engine);
     end_folder();
-}
-
-/* Pages of which no report comes: nobody may be told that they are free, and an engine that ends leaves them alone. In a
- * process of its own, for that engine is never freed. */
-static void test_no_report(void)
-{
-    fflush(NULL);
-    pid_t pid = fork();
-    if (!pid) {
-        end_without_report();
-        _exit(atomic_load(&failures) ? 1 : 0);
-    }
-    int status = 0;
-    CHECK(waitpid(pid, &status, 0) == pid);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-}
-
-/* Of one side only: the other is pumped by another thread. */
-static void wait_for(side_t *s, uint64_t token)
-{
-    double end = seconds() + PATIENCE;
-    while (!atomic_load(&s->of[token].finals) && seconds() < end) {
-        struct pollfd bell = {.fd = hx_engine_fileno(s->engine), .events = POLLIN};
-        poll(&bell, 1, 1000);
-        pump(s);
-    }
-    CHECK_EQ(atomic_load(&s->of[token].finals), 1);
-    CHECK_EQ(s->of[token].status, HX_OK);
 }
 
 typedef struct {
@@ -358,7 +336,7 @@ static void test_parts(void)
 
 int main(void)
 {
-    test_no_report(); /* first: it forks */
+    in_a_process(test_no_report);
     test_parts();
     test_lane(false);
     test_lane(true);
