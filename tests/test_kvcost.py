@@ -283,7 +283,10 @@ def test_neither_a_name_nor_a_file(model: str) -> None:
     ],
 )
 def test_a_real_model_makes_a_cache_of_that_size(config_class: str, model_class: str, fields: dict[str, Any]) -> None:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip(name, reason="`make demo` once installs what the model needs")
+        for name in ("torch", "transformers")
+    )
     config = getattr(transformers, config_class)(**small(model_type=None, torch_dtype=None, **fields))
     model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():

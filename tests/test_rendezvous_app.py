@@ -799,7 +799,7 @@ def has_ipv6() -> bool:
         return False
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+@pytest.mark.skipif(not has_ipv6(), reason="no ::1 here: sysctl net.ipv6.conf.lo.disable_ipv6=0")
 @pytest.mark.parametrize("host", ["::1", "[::1]", "::"])
 async def test_ipv6(host: str) -> None:
     async with running(host=host, token="t") as site:

@@ -600,7 +600,7 @@ def has_ipv6() -> bool:
         return False
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+@pytest.mark.skipif(not has_ipv6(), reason="no ::1 here: sysctl net.ipv6.conf.lo.disable_ipv6=0")
 async def test_ipv6() -> None:
     async with serving("::1") as url, RendezvousClient(url) as client:
         await client.join("x", incarnation=A)
