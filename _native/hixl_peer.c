@@ -28,8 +28,9 @@ void hx_hixl_submit(hx_op_t *op)
     hx_hixl_t *h = p->h;
     pthread_mutex_lock(&h->mu);
     hx_hixl_queue_op(p, op);
-    hx_hixl_wake_poster(p); /* under the lock: then the peer is there still */
+    _Atomic uint32_t *struck = hx_bell_strike(&p->bell); /* under the lock: then the peer is there still */
     pthread_mutex_unlock(&h->mu);
+    hx_bell_wake(struck, 1);
 }
 
 void hx_hixl_send_raw(hx_op_t *op)

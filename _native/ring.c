@@ -123,11 +123,21 @@ uint32_t hx_bell_read(hx_bell_t *bell)
     return atomic_load(&bell->count);
 }
 
-void hx_bell_ring(hx_bell_t *bell, int wake)
+_Atomic uint32_t *hx_bell_strike(hx_bell_t *bell)
 {
     atomic_fetch_add(&bell->count, 1);
-    if (atomic_load(&bell->sleepers) > 0)
-        syscall(SYS_futex, &bell->count, FUTEX_WAKE_PRIVATE, wake, NULL, NULL, 0);
+    return atomic_load(&bell->sleepers) > 0 ? &bell->count : NULL;
+}
+
+void hx_bell_wake(_Atomic uint32_t *struck, int wake)
+{
+    if (struck)
+        syscall(SYS_futex, struck, FUTEX_WAKE_PRIVATE, wake, NULL, NULL, 0);
+}
+
+void hx_bell_ring(hx_bell_t *bell, int wake)
+{
+    hx_bell_wake(hx_bell_strike(bell), wake);
 }
 
 static void wait_for(hx_bell_t *bell, uint32_t seen, const struct timespec *patience)

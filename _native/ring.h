@@ -54,6 +54,10 @@ typedef struct {
 
 uint32_t hx_bell_read(hx_bell_t *bell);
 void hx_bell_ring(hx_bell_t *bell, int wake); /* wakes at most `wake` sleepers */
+/* In two steps, for who rings under a lock that the sleeper takes next: the bell is rung under it, whoever sleeps is woken
+ * behind it. The bell may be gone by then; what is at its address wakes for nothing, as all sleepers may. */
+_Atomic uint32_t *hx_bell_strike(hx_bell_t *bell); /* NULL: nobody sleeps */
+void hx_bell_wake(_Atomic uint32_t *struck, int wake);
 void hx_bell_wait(hx_bell_t *bell, uint32_t seen);
 void hx_bell_wait_ns(hx_bell_t *bell, uint32_t seen, uint64_t ns); /* at most so long */
 

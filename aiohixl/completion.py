@@ -9,14 +9,16 @@ ring again, so the reader calls itself. See the head of ``_native/engine.c`` for
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from aiohixl import _core
+from aiohixl.waiter import Waiter
 
 __all__ = ["CompletionQueue", "NativeEvent", "Record", "Sink", "wake"]
 
@@ -61,6 +63,8 @@ class CompletionQueue:
         self._on_event = on_event
         #: Seconds for which an await keeps the loop from going to sleep: to wake it costs more than a short transfer.
         self.busy_poll = 0.0
+        self._woken: collections.deque[Waiter] = collections.deque()
+        self._waking = False  # `_run_woken` is running, or will
         self._turn = 0
         self._reading = False
         self._turning = False
@@ -86,6 +90,32 @@ class CompletionQueue:
         future.add_done_callback(lambda ended: futures.remove(ended) if ended in futures else None)
         return future
 
+    def wake(self, waiters: Iterable[Waiter]) -> None:
+        """Whoever waits on them goes on when the round is over: what has completed with it is seen by all of them."""
+        self._woken.extend(waiter for waiter in waiters if waiter.end())
+        if not self._waking:
+            self._waking = True
+            self.loop.call_soon(self._run_woken)
+
+    def _run_woken(self) -> None:
+        woken = self._woken
+        # Where loops are nested a task is running already; and a debugged loop should see which task is slow.
+        soon = self.loop.get_debug() or asyncio.current_task(self.loop) is not None
+        try:
+            while woken:
+                waiter = woken.popleft()
+                if soon:
+                    waiter.run_soon()
+                else:
+                    try:
+                        waiter.run()
+                    except Exception as exc:  # not a task's: those keep theirs
+                        self._failed(exc)
+        finally:
+            self._waking = bool(woken)  # KeyboardInterrupt
+            if woken:
+                self.loop.call_soon(self._run_woken)
+
     def take_turn(self) -> bool:
         """True when an await that need not wait should let others run first."""
         self._turn += 1
@@ -105,7 +135,7 @@ class CompletionQueue:
     def _look(self) -> None:
         if self.closed:
             return
-        if not self.drain_round() and (not self.sinks or time.monotonic() >= self._turn_until):
+        if not self._serve_round() and (not self.sinks or time.monotonic() >= self._turn_until):
             self._turning = False
             return
         os.sched_yield()  # the thread that completes it may be on this core
@@ -114,8 +144,18 @@ class CompletionQueue:
     def _drain(self) -> None:
         if self.closed:
             return
-        if self.drain_round():
+        if self._serve_round():
             self.loop.call_soon(self._drain)
+
+    def _serve_round(self) -> bool:
+        """A round as a callback of the loop; true when there may be more."""
+        self._waking = True
+        more = self.drain_round()
+        if self._woken:
+            self._run_woken()
+        else:
+            self._waking = False
+        return more
 
     def drain_round(self) -> bool:
         """One round; true when there may be more."""
@@ -125,24 +165,27 @@ class CompletionQueue:
             # A record that is not quiesced will be followed by one that is, under the same token.
             sink = sinks.pop(record[0], None) if record[6] else sinks.get(record[0])
             if sink is not None:
-                self._guarded(sink.settle, record)
-        for _ in range(EVENTS_PER_ROUND):
-            event = self.core.next_event()
-            if event is None:
-                break
-            self._guarded(self._on_event, event)
-        else:
-            more = True
+                try:
+                    sink.settle(record)
+                except Exception as exc:
+                    self._failed(exc)
+        budget = EVENTS_PER_ROUND
+        while budget and (event := self.core.next_event()) is not None:
+            budget -= 1
+            try:
+                self._on_event(event)
+            except Exception as exc:
+                self._failed(exc)
         if self.after_drain is not None:
-            self._guarded(self.after_drain)
-        return more
+            try:
+                self.after_drain()
+            except Exception as exc:
+                self._failed(exc)
+        return more or not budget
 
-    def _guarded(self, call: Callable[..., object], *args: object) -> None:
+    def _failed(self, error: Exception) -> None:
         """What one record or event brings up must not cost the others of its batch, which are gone from the rings."""
-        try:
-            call(*args)
-        except Exception as exc:
-            self.loop.call_exception_handler({"message": "a native completion could not be served", "exception": exc})
+        self.loop.call_exception_handler({"message": "a native completion could not be served", "exception": error})
 
     def stop(self) -> None:
         """Stop watching. The descriptor is open still: an epoll registration can outlive a closed one."""

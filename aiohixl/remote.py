@@ -198,7 +198,8 @@ class RemoteEngine:
         event = 0
         if after is not None or region.device != "cpu":
             event, keep = moment(after, region.device)
-            local = _Held(local, keep)
+            if event:
+                local = _Held(local, keep)
         queue = self._queue
         transfer = Transfer(self, queue, kind, nbytes, local)
         token = transfer.token

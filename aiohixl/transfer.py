@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from aiohixl.completion import CompletionQueue, Record, wake
 from aiohixl.errors import ClosedError, HixlError, make_error
 from aiohixl.hixl import explain
+from aiohixl.waiter import Waiter
 
 __all__ = ["REASONS", "Transfer", "outlast", "wait_all"]
 
@@ -67,7 +68,7 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         self._cancelling = False
         self._observed = False
         self._error: HixlError | None = None
-        self._waiters: list[asyncio.Future[None]] | None = None
+        self._waiters: list[Waiter] | None = None
         self._quiescers: list[asyncio.Future[None]] | None = None
         self._drivers: dict[asyncio.Task[Any] | None, Generator[Any, Any, Transfer]] | None = None
         self.keep = keep  # the memory, while the native side may touch it
@@ -138,7 +139,7 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
     def _finish(self) -> None:
         self._done = True
         if self._waiters is not None:
-            wake(self._waiters)
+            self._queue.wake(self._waiters)
             self._waiters = None
 
     def _make_error(self, name: str, sys_errno: int, index: int, code: int, detail: str) -> HixlError:
@@ -224,26 +225,24 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
             raise self._error.with_traceback(None)
         return self
 
-    def _waiter(self) -> asyncio.Future[None]:
-        # Not `CompletionQueue.waiter`: its callback would be one more of the loop's for each await, and who leaves
-        # early takes the future out.
-        future = self._queue.loop.create_future()
+    def _waiter(self) -> Waiter:
+        waiter = Waiter(self._queue.loop)
         if self._waiters is None:
-            self._waiters = [future]
+            self._waiters = [waiter]
         else:
-            self._waiters.append(future)
+            self._waiters.append(waiter)
         self._queue.keep_turning()
-        return future
+        return waiter
 
     def _wait(self) -> Generator[Any, Any, None]:
         if not self._queue.on_loop():
             raise ClosedError(f"{self!r} belongs to another event loop; it can be awaited there only")
-        future = self._waiter()
+        waiter = self._waiter()
         try:
-            yield from future.__await__()
+            yield from waiter.__await__()
         except (asyncio.CancelledError, GeneratorExit) as exc:  # GeneratorExit: the coroutine is thrown away
             if not self._done:
-                self._leave(future)
+                self._leave(waiter)
                 if self._waiters:
                     raise  # others wait on: only this await ends
                 self.cancel()
@@ -255,15 +254,15 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
     def _wait_until_done(self) -> Generator[Any, Any, None]:
         # A second cancellation changes nothing: the first one goes on when the memory is free. Bounded by cancel_grace.
         while not self._done:
-            future = self._waiter()
+            waiter = self._waiter()
             try:
-                yield from future.__await__()
+                yield from waiter.__await__()
             except asyncio.CancelledError:
-                self._leave(future)
+                self._leave(waiter)
 
-    def _leave(self, future: asyncio.Future[None]) -> None:
-        if self._waiters is not None and future in self._waiters:
-            self._waiters.remove(future)
+    def _leave(self, waiter: Waiter) -> None:
+        if self._waiters is not None and waiter in self._waiters:
+            self._waiters.remove(waiter)
 
     # ---- what makes it a coroutine: each task that drives it has its own await ----
 
