@@ -34,8 +34,9 @@ ALLOWED: dict[str, set[str]] = {
     "kv_json": {"geometry", "kv"},
     "advice": set(),
     # One direction: engine -> peer -> transfer -> completion -> _core, and region beside them.
-    "completion": {"_core"},
-    "transfer": {"completion", "hixl"},
+    "waiter": set(),
+    "completion": {"_core", "waiter"},
+    "transfer": {"completion", "hixl", "waiter"},
     "gate": {"completion"},
     "scope": {"gate", "transfer"},
     "stream": {"gate", "transfer"},
@@ -119,6 +120,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 
 # Asyncio stays out of the rest, which can therefore be tested without a loop.
 ASYNCIO = TOP | {
+    "waiter",
     "completion",
     "transfer",
     "scope",
