@@ -22,25 +22,28 @@ void hx_hixl_wake_poster(hx_hpeer_t *p)
     hx_bell_ring(&p->bell, 1);
 }
 
+/* The poster is woken when the lock that it takes is free. */
+static void unlock_and_wake(hx_hpeer_t *p)
+{
+    _Atomic uint32_t *struck = hx_bell_strike(&p->bell); /* under the lock: then the peer is there still */
+    pthread_mutex_unlock(&p->h->mu);
+    hx_bell_wake(struck, 1);
+}
+
 void hx_hixl_submit(hx_op_t *op)
 {
     hx_hpeer_t *p = op->ep->hixl;
-    hx_hixl_t *h = p->h;
-    pthread_mutex_lock(&h->mu);
+    pthread_mutex_lock(&p->h->mu);
     hx_hixl_queue_op(p, op);
-    _Atomic uint32_t *struck = hx_bell_strike(&p->bell); /* under the lock: then the peer is there still */
-    pthread_mutex_unlock(&h->mu);
-    hx_bell_wake(struck, 1);
+    unlock_and_wake(p);
 }
 
 void hx_hixl_send_raw(hx_op_t *op)
 {
     hx_hpeer_t *p = op->ep->hixl;
-    hx_hixl_t *h = p->h;
-    pthread_mutex_lock(&h->mu);
+    pthread_mutex_lock(&p->h->mu);
     hx_opq_push(&p->notes, op);
-    hx_hixl_wake_poster(p);
-    pthread_mutex_unlock(&h->mu);
+    unlock_and_wake(p);
 }
 
 /* ---- what to do next; under mu ---- */

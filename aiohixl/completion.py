@@ -101,16 +101,13 @@ class CompletionQueue:
         woken = self._woken
         # Where loops are nested a task is running already; and a debugged loop should see which task is slow.
         soon = self.loop.get_debug() or asyncio.current_task(self.loop) is not None
+        run = Waiter.run_soon if soon else Waiter.run
         try:
             while woken:
-                waiter = woken.popleft()
-                if soon:
-                    waiter.run_soon()
-                else:
-                    try:
-                        waiter.run()
-                    except Exception as exc:  # not a task's: those keep theirs
-                        self._failed(exc)
+                try:
+                    run(woken.popleft())
+                except Exception as exc:  # not a task's: those keep theirs
+                    self._failed(exc)
         finally:
             self._waking = bool(woken)  # KeyboardInterrupt
             if woken:
@@ -150,12 +147,10 @@ class CompletionQueue:
     def _serve_round(self) -> bool:
         """A round as a callback of the loop; true when there may be more."""
         self._waking = True
-        more = self.drain_round()
-        if self._woken:
+        try:
+            return self.drain_round()
+        finally:
             self._run_woken()
-        else:
-            self._waking = False
-        return more
 
     def drain_round(self) -> bool:
         """One round; true when there may be more."""

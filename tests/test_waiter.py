@@ -54,6 +54,13 @@ class Bench:
         self.queue.expect(transfer.token, transfer)
         return transfer
 
+    async def awaited(self) -> tuple[Transfer, asyncio.Task[None], list[str]]:
+        """A transfer, a task that waits for it, and where that writes "woken" when it goes on."""
+        post, log = self.post(), list[str]()
+        task = asyncio.create_task(waits(post, log, "woken"))
+        await asyncio.sleep(0)
+        return post, task, log
+
     async def as_callback(self, call: Callable[[], Any]) -> Any:
         """Call it as the loop does when the descriptor is readable: no task runs."""
         loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
@@ -112,10 +119,7 @@ async def test_all_of_a_round_have_ended_when_the_first_task_goes_on(bench: Benc
 
 
 async def test_what_ends_inside_a_task_wakes_others_in_a_later_turn(bench: Bench) -> None:
-    log: list[str] = []
-    post = bench.post()
-    task = asyncio.create_task(waits(post, log, "woken"))
-    await asyncio.sleep(0)
+    post, task, log = await bench.awaited()
     post.cancel()  # it was parked: it ends here, while this task runs
     log.append("the one that cancelled")
     with pytest.raises(RuntimeError, match="recalled"):
@@ -125,10 +129,7 @@ async def test_what_ends_inside_a_task_wakes_others_in_a_later_turn(bench: Bench
 
 async def test_a_round_inside_a_task_wakes_in_a_later_turn(bench: Bench) -> None:
     """As where loops are nested (notebooks): a task runs while the descriptor is served."""
-    log: list[str] = []
-    post = bench.post()
-    task = asyncio.create_task(waits(post, log, "woken"))
-    await asyncio.sleep(0)
+    post, task, log = await bench.awaited()
     bench.core.complete(post)
     bench.queue._drain()
     assert log == []
@@ -136,10 +137,7 @@ async def test_a_round_inside_a_task_wakes_in_a_later_turn(bench: Bench) -> None
 
 
 async def test_a_debugged_loop_runs_each_task_by_itself(bench: Bench) -> None:
-    log: list[str] = []
-    post = bench.post()
-    task = asyncio.create_task(waits(post, log, "woken"))
-    await asyncio.sleep(0)
+    post, task, log = await bench.awaited()
     bench.core.complete(post)
     asyncio.get_running_loop().set_debug(True)
     try:
@@ -167,6 +165,19 @@ async def test_a_task_that_ends_the_program_does_not_keep_others_from_going_on(b
     assert log == ["on"]
     with pytest.raises(SystemExit):
         leaving.result()
+
+
+async def test_an_event_that_ends_the_program_does_not_keep_tasks_from_going_on(bench: Bench) -> None:
+    post, task, log = await bench.awaited()
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    bench.queue.after_drain = leave
+    bench.core.complete(post)
+    assert isinstance(await bench.as_callback(bench.queue._drain), SystemExit)
+    await asyncio.wait_for(task, 5)
+    assert log == ["woken"]
 
 
 async def test_each_goes_on_in_its_own_context(bench: Bench) -> None:
