@@ -23,7 +23,8 @@ REQ := requirements
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test check format native fuzz soak bench build dist clean
+RDMAVM := PATH="$(abspath $(BIN)):$$PATH" tests/rdmavm/run.sh
+.PHONY: help demo test test-rdma check format native fuzz soak bench build dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +36,13 @@ demo: build $(if $(findstring --synthetic,$(DEMO_ARGS)),,$(VENV)/.demo) $(if $(D
 
 test: build $(VENV)/.test $(if $(HAVE_CXX),hixl-standin) ## the tests (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Its devices are in software (rdma_rxe), its machine is QEMU's: Debian's kernel, this tree, and Python as it is here. Root, for apt.
+test-rdma: $(VENV)/.test ## the tests of verbs, in virtual machines with RDMA in software
+	tests/rdmavm/run.sh --build
+	$(MAKE) build
+	$(RDMAVM) -t 900 $(BIN)/python -m pytest -p no:cacheprovider tests/test_verbs_conformance.py tests/test_verbs_failures.py $(PYTEST_ARGS)
+	$(RDMAVM) -n 2 -t 300 -e PYTHONPATH=$(CURDIR) $(BIN)/python tests/rdmavm/pair.py
 
 check: build $(VENV)/.check ## lint, types, formatting
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 """The extension module. Metadata stands in pyproject.toml, build options in setup.cfg."""
 
 import os
+import subprocess
 from glob import glob
 from pathlib import Path
 
@@ -19,6 +20,14 @@ if sanitizers := os.environ.get("AIOHIXL_SANITIZE"):  # e.g. address,undefined
     LDFLAGS += [f"-fsanitize={sanitizers}"]
 
 
+def has_header(name: str) -> bool:
+    command = [*os.environ.get("CC", "cc").split(), "-E", "-include", name, "-x", "c", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
 class BuildExt(build_ext):
     """Builds again when the flags changed, not only when a file did."""
 
@@ -30,8 +39,8 @@ class BuildExt(build_ext):
         used.write_text(flags)
 
     def get_ext_filename(self, fullname: str) -> str:
-        """The binding of HIXL is opened by the core, not imported: no Python's name or version in it."""
-        if fullname.rpartition(".")[2] == "_provider_hixl":
+        """Bindings of other libraries are opened by the core, not imported: no Python's name or version in them."""
+        if fullname.rpartition(".")[2].startswith("_provider_"):
             return os.path.join(*fullname.split(".")) + ".so"
         return super().get_ext_filename(fullname)
 
@@ -48,4 +57,16 @@ binding = Extension(
     extra_link_args=LDFLAGS,
     optional="-Werror" not in CFLAGS,  # without a C++ compiler all other transports work
 )
-setup(ext_modules=[core, binding], cmdclass={"build_ext": BuildExt})
+verbs = Extension(
+    "aiohixl._provider_verbs",
+    ["_native/provider_verbs.c"],
+    depends=["_native/verbs.h"],
+    define_macros=[("HX_VERBS_BINDING", "1")],
+    libraries=["ibverbs"],
+    extra_compile_args=CFLAGS,
+    extra_link_args=LDFLAGS,
+)
+setup(
+    ext_modules=[core, binding, *([verbs] if has_header("infiniband/verbs.h") else [])],
+    cmdclass={"build_ext": BuildExt},
+)

@@ -40,6 +40,7 @@ EV_WARNING = hx.HX_EV_WARNING
 TRANSPORT_SHM = hx.HX_TRANSPORT_SHM
 TRANSPORT_HIXL = hx.HX_TRANSPORT_HIXL
 TRANSPORT_TCP = hx.HX_TRANSPORT_TCP
+TRANSPORT_VERBS = hx.HX_TRANSPORT_VERBS
 FAULT_ACTIONS = {
     "delay": hx.HX_FAULT_DELAY,
     "fail": hx.HX_FAULT_FAIL,
@@ -110,6 +111,17 @@ def hixl_probe(bytes binding not None, bytes library=None):
     return status == hx.HX_OK, text.decode("utf-8", "replace")
 
 
+def verbs_probe(bytes binding not None):
+    """(whether there is an RDMA device that would do, which; or what is missing)."""
+    cdef char text[hx.HX_TEXT_MAX]
+    cdef const char *where = binding
+    cdef hx.hx_status_t status
+    text[0] = 0
+    with nogil:
+        status = hx.hx_verbs_probe(where, text)
+    return status == hx.HX_OK, text.decode("utf-8", "replace")
+
+
 @cython.final
 cdef class Engine:
     cdef hx.hx_engine_t *engine
@@ -118,9 +130,11 @@ cdef class Engine:
 
     def __cinit__(self, bytes name not None, bytes incarnation not None, *, bytes secret=None, bytes unix_path=None,
                   bytes tcp_host=None, uint16_t tcp_port=0, dict options=None, list faults=None,
-                  uint32_t transports=hx.HX_TRANSPORT_SHM, dict hixl=None):
+                  uint32_t transports=hx.HX_TRANSPORT_SHM, dict hixl=None, dict verbs=None):
         cdef hx.hx_config_t config
         cdef hx.hx_hixl_config_t library
+        cdef hx.hx_verbs_config_t rdma
+        cdef bytes word
         cdef const char **words = NULL
         cdef char text[hx.HX_TEXT_MAX]
         cdef hx.hx_status_t status
@@ -183,6 +197,15 @@ cdef class Engine:
             if hixl is not None:
                 words = fill_hixl(&library, hixl)
                 config.hixl = &library
+            if verbs is not None:
+                memset(&rdma, 0, sizeof(rdma))
+                word = verbs["binding"]
+                rdma.binding = PyBytes_AS_STRING(word)
+                word = verbs["device"]
+                rdma.device = PyBytes_AS_STRING(word)
+                rdma.port = verbs["port"]
+                rdma.gid_index = verbs["gid_index"]
+                config.verbs = &rdma
             text[0] = 0
             with nogil:
                 status = hx.hx_engine_open(&config, &self.engine, text)

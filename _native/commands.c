@@ -203,6 +203,10 @@ static void run_command(hx_engine_t *engine, hx_command_t *cmd)
         if (linked)
             hx_link_send(ep->link, HX_F_PING, cmd->value, NULL, 0, -1);
         break;
+    case HX_CMD_PATH:
+        if (linked)
+            hx_frames_say_paths_anew(ep->link);
+        break;
     case HX_CMD_DIAL:
         hx_link_dial(ep, (uint32_t)cmd->value);
         break;

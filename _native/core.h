@@ -38,6 +38,7 @@ typedef struct hx_standing hx_standing_t;
 typedef struct hx_provider hx_provider_t;
 typedef struct hx_hpeer hx_hpeer_t;
 typedef struct hx_tpeer hx_tpeer_t;
+typedef struct hx_vpeer hx_vpeer_t;
 typedef struct hx_ack hx_ack_t;
 
 /* ---- operations (op.c) ---- */
@@ -207,7 +208,11 @@ struct hx_region {
     int sys_errno;
     _Atomic uint32_t adoption; /* hx_adoption_t */
     _Atomic uint64_t adopted;  /* when, in the provider's count of adoptions; 0: not */
-    char *obstacle;            /* why the provider did not take it; written before `adoption` says so */
+    uint64_t direct;           /* what peers name it by to that provider's library or device; 0: nothing */
+    struct hx_verbs_mr *mr;    /* verbs_memory.c, under its lock */
+    uint32_t lkey;
+    bool lwrite;    /* by its own device */
+    char *obstacle; /* why the provider did not take it; written before `adoption` says so */
     /* written once by hx_region_announce, read by the control thread after the command that carries it */
     char *name, *blob;
     uint32_t name_len, blob_len;
@@ -240,7 +245,7 @@ struct hx_rregion {
     uint32_t kind, access;
     uint64_t id, rkey, nbytes, addr;
     char *name;      /* of a raw peer's; else NULL */
-    uint64_t direct; /* its address, for a transport whose writer names it; 0: none reaches it */
+    uint64_t direct; /* as the owner's library or device knows it (hixl: its address; verbs: its key); 0: it does not */
     uint64_t seen;   /* when it was announced, in the engine's count of announcements */
     uint8_t *map;    /* valid while map_state is MAPPED */
     uint8_t *base;   /* the region's first byte in it */
@@ -357,6 +362,7 @@ struct hx_endpoint {
     uint8_t data_key[32];         /* of its data connections (data_hello.c) */
     hx_revoked_set_t denied;      /* what it may not touch of ours: the owner's own check, where the owner makes one */
     hx_tpeer_t *tcp;              /* likewise */
+    hx_vpeer_t *verbs;            /* likewise */
     hx_hpeer_t *hixl;             /* set before the first remote region is known */
     uint32_t hixl_asked;          /* the connection that it was asked for; its poster only */
     _Atomic uint32_t hixl_proven; /* the connection whose other end is known to be this peer (hixl_peer.c) */
@@ -418,6 +424,7 @@ typedef enum {
     HX_CMD_SUPERSEDE,
     HX_CMD_PING,
     HX_CMD_DIAL,
+    HX_CMD_PATH,
     HX_CMD_RAW,
     HX_CMD_RAW_ANSWER,
 } hx_cmd_kind_t;

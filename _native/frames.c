@@ -27,6 +27,18 @@ static void say_path(void *to, const char *name, uint64_t feature, const uint8_t
         hx_link_send(link, HX_F_PATH, 0, parts, 3, -1);
 }
 
+/* Only of transports that make theirs anew: the others said it once. */
+static void say_anew(void *to, const char *name, uint64_t feature, const uint8_t *body, size_t n)
+{
+    if (feature & HX_FEATURE_VERBS)
+        say_path(to, name, feature, body, n);
+}
+
+void hx_frames_say_paths_anew(hx_link_t *link)
+{
+    hx_providers_introduce(link->ep, say_anew, link);
+}
+
 static void on_path(hx_link_t *link, const uint8_t *body, size_t n)
 {
     uint32_t name_len;
@@ -37,8 +49,8 @@ static void on_path(hx_link_t *link, const uint8_t *body, size_t n)
     memcpy(&name_len, body, sizeof name_len);
     body += sizeof name_len;
     n -= sizeof name_len;
-    if (!(link->ep->features & ~(uint64_t)HX_FEATURE_SHM) || name_len > n || link->nregions ||
-        !hx_providers_meet(link->ep, (const char *)body, name_len, body + name_len, n - name_len))
+    if (!(link->ep->features & ~(uint64_t)HX_FEATURE_SHM) || name_len > n ||
+        !hx_providers_meet(link->ep, (const char *)body, name_len, body + name_len, n - name_len, link->nregions > 0))
         broken(link, "impossible path");
 }
 
@@ -156,7 +168,7 @@ static void send_entries(hx_link_t *link, hx_region_t *const *list, size_t n)
             .addr = region->kind == HX_KIND_MEMFD                 ? region->file_off
                     : link->tcp || region->kind == HX_KIND_DEVICE ? 0
                                                                   : (uintptr_t)region->base,
-            .direct = link->ep->acks && atomic_load(&region->adoption) == HX_ADOPT_HELD ? (uintptr_t)region->base : 0,
+            .direct = link->ep->acks && atomic_load(&region->adoption) == HX_ADOPT_HELD ? region->direct : 0,
             .kind = region->kind,
             .access = region->access,
             .name_len = region->name_len,

@@ -338,6 +338,7 @@ static void run_adopt(hx_hixl_t *h, hx_hjob_t *job)
     }
     uint64_t when = 0;
     if (ok) {
+        region->direct = (uintptr_t)region->base;
         pthread_mutex_lock(&h->mu);
         when = ++h->adoptions;
         pthread_mutex_unlock(&h->mu);

@@ -99,7 +99,19 @@ typedef struct {
     uint64_t busy_poll_ns; /* how long a poster spins for a completion, and for the next post, before it sleeps */
 } hx_hixl_config_t;
 
-typedef enum { HX_TRANSPORT_SHM = 1, HX_TRANSPORT_HIXL = 2, HX_TRANSPORT_TCP = 4 } hx_transport_t;
+typedef enum {
+    HX_TRANSPORT_SHM = 1,
+    HX_TRANSPORT_HIXL = 2,
+    HX_TRANSPORT_TCP = 4,
+    HX_TRANSPORT_VERBS = 8
+} hx_transport_t;
+
+/* What the verbs transport needs (verbs_*.c). Strings are copied. */
+typedef struct {
+    const char *binding;     /* path of the binding's shared object */
+    const char *device;      /* NULL: the first with an active port */
+    int32_t port, gid_index; /* 0, -1: to be chosen */
+} hx_verbs_config_t;
 
 typedef struct {
     const char *name;
@@ -121,11 +133,12 @@ typedef struct {
     uint64_t cancel_grace_ns;
     const hx_fault_t *faults;
     size_t nfaults;
-    uint32_t transports;          /* hx_transport_t bits that may be used */
-    const hx_hixl_config_t *hixl; /* NULL: without */
-    uint32_t streams;             /* tcp: connections to a peer; 0: the measured default */
-    bool checksum;                /* tcp: CRC-32C of each message */
-    bool zerocopy;                /* tcp: MSG_ZEROCOPY */
+    uint32_t transports;            /* hx_transport_t bits that may be used */
+    const hx_hixl_config_t *hixl;   /* NULL: without */
+    const hx_verbs_config_t *verbs; /* NULL: without; used during hx_engine_open only */
+    uint32_t streams;               /* tcp: connections to a peer; 0: the measured default */
+    bool checksum;                  /* tcp: CRC-32C of each message */
+    bool zerocopy;                  /* tcp: MSG_ZEROCOPY */
 } hx_config_t;
 
 typedef struct {
@@ -302,5 +315,7 @@ hx_status_t hx_provider_probe(size_t i, char text[HX_TEXT_MAX]);
 /* hixl_load.c: can the library be loaded? One line: the versions and places, or what is missing, where it was looked
  * for and what brings it. */
 hx_status_t hx_hixl_probe(const char *binding, const char *library, char text[HX_TEXT_MAX]);
+/* verbs_engine.c: the first device that would do; or what is missing. */
+hx_status_t hx_verbs_probe(const char *binding, char text[HX_TEXT_MAX]);
 
 #endif

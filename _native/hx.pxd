@@ -51,6 +51,7 @@ cdef extern from "hx.h" nogil:
         HX_TRANSPORT_SHM
         HX_TRANSPORT_HIXL
         HX_TRANSPORT_TCP
+        HX_TRANSPORT_VERBS
 
     ctypedef struct hx_engine_t:
         pass
@@ -78,6 +79,12 @@ cdef extern from "hx.h" nogil:
         size_t noptions
         uint64_t busy_poll_ns
 
+    ctypedef struct hx_verbs_config_t:
+        const char *binding
+        const char *device
+        int32_t port
+        int32_t gid_index
+
     ctypedef struct hx_config_t:
         const char *name
         uint8_t incarnation[16]
@@ -103,6 +110,7 @@ cdef extern from "hx.h" nogil:
         hx_bool checksum
         hx_bool zerocopy
         const hx_hixl_config_t *hixl
+        const hx_verbs_config_t *verbs
 
     ctypedef struct hx_target_t:
         const char *path
@@ -253,4 +261,5 @@ cdef extern from "hx.h" nogil:
     const char *hx_provider_name(size_t i)
     hx_status_t hx_provider_probe(size_t i, char *text)
 
+    hx_status_t hx_verbs_probe(const char *binding, char *text)
     hx_status_t hx_hixl_probe(const char *binding, const char *library, char *text)

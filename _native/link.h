@@ -185,6 +185,7 @@ void hx_frames_handle(hx_link_t *link, const hx_frame_t *frame, const uint8_t *b
 void hx_frames_send_table(hx_link_t *link);
 void hx_frames_announce(hx_engine_t *engine, hx_region_t *const *list, size_t n);
 void hx_frames_pump_notes(hx_endpoint_t *ep);
+void hx_frames_say_paths_anew(hx_link_t *link);
 
 /* revoke.c: the owner's side of taking memory back */
 void hx_revoke_start(hx_engine_t *engine, hx_command_t *cmd); /* takes the region reference */

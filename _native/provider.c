@@ -7,7 +7,8 @@
 
 #include "provider.h"
 
-static const hx_provider_t *const providers[] = {&hx_provider_shm, &hx_provider_hixl, &hx_provider_tcp};
+static const hx_provider_t *const providers[] = {&hx_provider_shm, &hx_provider_hixl, &hx_provider_verbs,
+                                                 &hx_provider_tcp};
 
 #define COUNT (sizeof providers / sizeof providers[0])
 
@@ -277,13 +278,13 @@ bool hx_providers_data_address(hx_endpoint_t *ep, struct sockaddr_storage *ss, s
     return false;
 }
 
-bool hx_providers_meet(hx_endpoint_t *ep, const char *name, size_t name_len, const uint8_t *body, size_t n)
+bool hx_providers_meet(hx_endpoint_t *ep, const char *name, size_t name_len, const uint8_t *body, size_t n, bool late)
 {
     FOR_EACH_WITH(meet, ep->engine, {
         if (strlen(p->name) == name_len && !memcmp(p->name, name, name_len))
-            return p->meet(ep, state, body, n);
+            return (!late || p->renews) && p->meet(ep, state, body, n);
     })
-    return true;
+    return !late;
 }
 
 void hx_providers_proven(hx_endpoint_t *ep, uint64_t arg)

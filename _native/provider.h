@@ -22,6 +22,7 @@ struct hx_provider {
     uint32_t transport; /* hx_transport_t */
     uint64_t feature;   /* HX_FEATURE_: in a greeting; both sides must have it, or the path is not there */
     bool orders_after;  /* knows what hx_post_t.after means */
+    bool renews;        /* says and hears PATH more than once */
     /* Can it work on this machine? `text`: one line, why not and what would bring it. */
     hx_status_t (*probe)(char text[HX_TEXT_MAX]);
     hx_status_t (*open)(hx_engine_t *engine, void **state_p, char text[HX_TEXT_MAX]);
@@ -121,7 +122,7 @@ void hx_providers_fork(hx_engine_t *engine, hx_fork_t where);
 void hx_providers_dial_failed(hx_endpoint_t *ep);
 bool hx_providers_data_address(hx_endpoint_t *ep, struct sockaddr_storage *ss, socklen_t *len_p, uint64_t *session_p);
 /* False: malformed. A provider that this engine has not opened is not interested. */
-bool hx_providers_meet(hx_endpoint_t *ep, const char *name, size_t name_len, const uint8_t *body, size_t n);
+bool hx_providers_meet(hx_endpoint_t *ep, const char *name, size_t name_len, const uint8_t *body, size_t n, bool late);
 void hx_providers_proven(hx_endpoint_t *ep, uint64_t arg);
 /* Can a peer write our memory over one of them without our help? */
 bool hx_providers_one_sided(const hx_engine_t *engine);
@@ -137,9 +138,11 @@ uint64_t hx_fault_tick(hx_engine_t *engine, uint64_t now_ns);
 extern const hx_provider_t hx_provider_shm;
 extern const hx_provider_t hx_provider_hixl;
 extern const hx_provider_t hx_provider_tcp;
+extern const hx_provider_t hx_provider_verbs;
 
 #define HX_FEATURE_ACKS 1u /* a path of ours lets peers write without our help */
 #define HX_FEATURE_TCP 2u
 #define HX_FEATURE_SHM 4u
+#define HX_FEATURE_VERBS 8u
 
 #endif

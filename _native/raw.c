@@ -88,7 +88,7 @@ static void begin(hx_engine_t *engine, hx_command_t *cmd)
     }
     ep->next = engine->control.endpoints;
     engine->control.endpoints = ep;
-    if (!hx_providers_meet(ep, "hixl", 4, (const uint8_t *)cmd->address, strlen(cmd->address)))
+    if (!hx_providers_meet(ep, "hixl", 4, (const uint8_t *)cmd->address, strlen(cmd->address), false))
         hx_raw_fail(ep, HX_ERR_CONFIG, "that is this engine's own address, or there are too many peers");
 }
 

@@ -79,7 +79,8 @@ void hx_region_adopted(hx_region_t *region, uint64_t when, const char *obstacle)
 {
     hx_engine_t *engine = region->engine;
     /* Without its provider this memory is of no use; other memory may have another path. */
-    bool fatal = obstacle && (region->kind == HX_KIND_DEVICE || !(engine->config.transports & HX_TRANSPORT_SHM));
+    uint32_t others = HX_TRANSPORT_SHM | HX_TRANSPORT_TCP;
+    bool fatal = obstacle && (region->kind == HX_KIND_DEVICE || !(engine->config.transports & others));
     region->obstacle = obstacle ? strdup(obstacle) : NULL;
     atomic_store(&region->adopted, obstacle ? 0 : when);
     atomic_store(&region->adoption, obstacle ? HX_ADOPT_NONE : HX_ADOPT_HELD);

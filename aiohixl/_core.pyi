@@ -37,6 +37,7 @@ EV_WARNING: Final[int]
 TRANSPORT_SHM: Final[int]
 TRANSPORT_HIXL: Final[int]
 TRANSPORT_TCP: Final[int]
+TRANSPORT_VERBS: Final[int]
 FAULT_ACTIONS: Final[dict[str, int]]
 # Bytes.
 NAME_MAX: Final[int]
@@ -59,6 +60,7 @@ class StatusError(Exception):
 def statuses() -> dict[int, str]: ...
 def providers() -> list[dict[str, str | bool]]: ...
 def hixl_probe(binding: bytes, library: bytes | None = None) -> tuple[bool, str]: ...
+def verbs_probe(binding: bytes) -> tuple[bool, str]: ...
 
 @type_check_only
 class _Hixl(TypedDict):
@@ -69,6 +71,13 @@ class _Hixl(TypedDict):
     device: int
     busy_poll_ns: int
     options: list[tuple[bytes, bytes]]
+
+@type_check_only
+class _Verbs(TypedDict):
+    binding: bytes
+    device: bytes
+    port: int
+    gid_index: int
 
 @final
 class Engine:
@@ -86,6 +95,7 @@ class Engine:
         faults: list[tuple[int, int, int, int]] | None = None,
         transports: int = 1,
         hixl: _Hixl | None = None,
+        verbs: _Verbs | None = None,
     ) -> Self: ...
     @property
     def tcp_port(self) -> int: ...

@@ -14,6 +14,8 @@ from typing import Any
 from aiohixl.errors import STATUS_ERRORS, ConfigError
 from aiohixl.hixl import OPTIONS as HIXL_OPTIONS
 from aiohixl.hixl import HixlConfig
+from aiohixl.verbs import OPTIONS as VERBS_OPTIONS
+from aiohixl.verbs import VerbsConfig
 
 __all__ = ["FAULT_ACTIONS", "TRANSPORTS", "EngineConfig", "Fault", "parse_host_port"]
 
@@ -22,7 +24,7 @@ TRANSPORTS = {
     "auto": "",
     "shm": "",
     "tcp": "",
-    "verbs": "this version has no RDMA provider",
+    "verbs": "",
     "hixl": "",
 }
 
@@ -83,6 +85,10 @@ class EngineConfig:
     hixl_library: str | None = None
     busy_poll: float = 0.0
     faults: tuple[Fault, ...] = ()
+    verbs_device: str | None = None
+    verbs_gid_index: int | None = None
+    #: What the options for RDMA devices come to; None: without.
+    verbs: VerbsConfig | None = field(default=None, init=False)
     #: What the options for HIXL come to; None: this engine has no NPU.
     hixl: HixlConfig | None = field(default=None, init=False)
 
@@ -110,6 +116,7 @@ class EngineConfig:
         config = cls(name, **values)  # type: ignore[arg-type]  # _check() looks at each
         config._check()
         object.__setattr__(config, "hixl", config._hixl(options))
+        object.__setattr__(config, "verbs", config._verbs(options))
         return config
 
     def _hixl(self, options: dict[str, object]) -> HixlConfig | None:
@@ -123,6 +130,16 @@ class EngineConfig:
             return None
         return HixlConfig.build(given)
 
+    def _verbs(self, options: dict[str, object]) -> VerbsConfig | None:
+        given = {key: options[key] for key in VERBS_OPTIONS if options.get(key) is not None}
+        if "verbs" not in self.transports:
+            if given:
+                raise self._stray(next(iter(given)), "verbs")
+            return None
+        if self.hixl is not None:
+            raise ConfigError("transports: an engine has 'hixl' or 'verbs', not both")
+        return VerbsConfig.build(given)
+
     def _stray(self, option: str, transport: str) -> ConfigError:
         return ConfigError(
             f"{option}: an option of the transport {transport!r}, which is not among transports "
@@ -132,7 +149,7 @@ class EngineConfig:
     @property
     def transport_names(self) -> tuple[str, ...]:
         """The transports that carry bulk data, by their own names."""
-        names = ["shm", "hixl", "tcp"]
+        names = ["shm", "hixl", "verbs", "tcp"]
         wanted = {"shm", "tcp"} if "auto" in self.transports else set()
         wanted |= set(self.transports) | ({"hixl"} if self.hixl is not None else set())
         return tuple(name for name in names if name in wanted)

@@ -57,10 +57,11 @@ class Engine:
         rendezvous: URL of the rendezvous; without one, peers connect by `address`.
         token: bearer token of the rendezvous; also the links' secret when `secret` is not given.
         secret: shared by all engines; each control link proves it. The rendezvous gets a token derived from it.
-        transports: the transports that may be used: ``shm``, ``hixl``, ``tcp``. ``["auto"]`` is ``shm`` on one host,
-            ``tcp`` where the side that was connected to has an `address`, and ``hixl`` where an option asks for it: an
-            NPU is not opened uninvited. ``["hixl"]`` alone does without ``shm`` on one host too. ``["tcp"]`` without an
-            `address` listens on a port of the loopback interface.
+        transports: the transports that may be used: ``shm``, ``hixl``, ``verbs``, ``tcp``. ``["auto"]`` is ``shm`` on
+            one host, ``tcp`` where the side that was connected to has an `address`, and ``hixl`` where an option asks
+            for it: an NPU is not opened uninvited. ``["hixl"]`` alone does without ``shm`` on one host too. ``verbs``
+            has to be named, and excludes ``hixl``. ``["tcp"]`` without an `address` listens on a port of the loopback
+            interface.
         address: ``host:port`` to listen on by TCP as well, besides the unix socket; port 0 picks one.
         advertise: the host that peers are told instead of `address`'s; needed where that is a wildcard.
         ttl, join_timeout, replace, force: see `aiohixl.rendezvous.RendezvousClient.join`.
@@ -77,6 +78,8 @@ class Engine:
         stall_timeout: seconds without progress after which a transfer fails.
         cancel_grace: seconds that a cancelled transfer, or a revoked peer, has to let go of memory.
         handshake_timeout: seconds that a connection has to prove who it is.
+        verbs_device, verbs_gid_index: the RDMA device, and its GID; default: the first that is active, and a GID that
+            is routed.
         npu_id: the Ascend NPU of this engine, default 0 with ``hixl``.
         link: ``hccs``, ``roce``, or ``auto``: HIXL chooses. Engines of one process go together in this.
         traffic_class, service_level: of RoCE, 0 to 255 in steps of 4, and 0 to 7.

@@ -16,10 +16,16 @@ from aiohixl.config import EngineConfig
 from aiohixl.errors import ConfigError
 from aiohixl.hixl import BINDING, HixlConfig, format_endpoint
 from aiohixl.offloop import in_thread, resolve
+from aiohixl.verbs import BINDING as VERBS_BINDING
 
 __all__ = ["open_native"]
 
-_BITS = {"shm": _core.TRANSPORT_SHM, "hixl": _core.TRANSPORT_HIXL, "tcp": _core.TRANSPORT_TCP}
+_BITS = {
+    "shm": _core.TRANSPORT_SHM,
+    "hixl": _core.TRANSPORT_HIXL,
+    "tcp": _core.TRANSPORT_TCP,
+    "verbs": _core.TRANSPORT_VERBS,
+}
 _OTHER_PORTS = 3
 #: HIXL's answer to, among others, a port that is taken.
 _FAILED = "503900"
@@ -73,7 +79,25 @@ def _make(
         faults=[(f.nth, _core.FAULT_ACTIONS[f.action], numbers[f.status], int(f.delay * 1e9)) for f in config.faults],
         transports=sum(_BITS[name] for name in config.transport_names),
         hixl=hixl,
+        verbs=_verbs(config),
     )
+
+
+def _verbs(config: EngineConfig) -> Any:
+    if config.verbs is None:
+        return None
+    if not VERBS_BINDING.exists():
+        raise ConfigError(
+            f"engine {config.name!r}: this build of aiohixl lacks the binding to libibverbs, {VERBS_BINDING}: install "
+            "its headers (Debian: libibverbs-dev) and build it again, or leave 'verbs' out of transports"
+        )
+    wanted = config.verbs
+    return {
+        "binding": os.fsencode(VERBS_BINDING),
+        "device": (wanted.device or "").encode(),
+        "port": 0,
+        "gid_index": -1 if wanted.gid_index is None else wanted.gid_index,
+    }
 
 
 async def _open_hixl(

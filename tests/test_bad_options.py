@@ -164,8 +164,7 @@ def test_secrets() -> None:
         (["ahm"], "did you mean 'shm'"),
         (["shm", "hxil"], "did you mean 'hixl'"),
         ([5], "there is no 5"),
-        (["verbs"], "'verbs' is not available"),
-        (["hixl", "verbs"], "'verbs' is not available"),
+        (["hixl", "verbs"], "'hixl' or 'verbs', not both"),
         (["tcp", "tpc"], "did you mean 'tcp'"),
     ],
 )
@@ -215,6 +214,30 @@ def test_options_of_a_transport_that_is_not_there(option: dict[str, Any]) -> Non
         aiohixl.ConfigError, match=rf"{next(iter(option))}: an option of the transport 'tcp'.*\['shm'\]"
     ):
         aiohixl.Engine("x", transports=["shm"], **option)
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ({"verbs_device": ""}, "the name of an RDMA device"),
+        ({"verbs_device": 5}, "the name of an RDMA device"),
+        ({"verbs_device": "x" * 64}, "the name of an RDMA device"),
+        ({"verbs_gid_index": -1}, "a whole number from 0 to 255"),
+        ({"verbs_gid_index": 256}, "a whole number from 0 to 255"),
+        ({"verbs_gid_index": True}, "a whole number from 0 to 255"),
+    ],
+    ids=str,
+)
+def test_options_of_rdma_devices(option: dict[str, Any], why: str) -> None:
+    with pytest.raises(aiohixl.ConfigError, match=rf"{next(iter(option))}: {why}"):
+        aiohixl.Engine("x", transports=["verbs"], **option)
+    with pytest.raises(aiohixl.ConfigError, match=r"an option of the transport 'verbs'"):
+        aiohixl.Engine("x", transports=["tcp"], **option)
+
+
+async def test_rdma_without_a_device_says_what_is_missing() -> None:
+    with pytest.raises(aiohixl.ConfigError, match=r"engine 'x': .*(libibverbs|RDMA device|no port)"):
+        await aiohixl.Engine("x", transports=["verbs"], verbs_device="none0").start()
 
 
 async def test_an_address_that_is_taken_or_not_ours(ground: Ground) -> None:

@@ -21,6 +21,7 @@ from aiohixl import __version__
 from aiohixl.config import TRANSPORTS
 from aiohixl.doctor import trials
 from aiohixl.hixl import BINDING
+from aiohixl.verbs import BINDING as VERBS_BINDING
 
 __all__ = ["Check", "Provider", "examine", "machine", "render"]
 
@@ -69,12 +70,25 @@ def _hixl() -> dict[str, Any]:
     return {"name": "hixl", "usable": usable, "reason": reason}
 
 
+def _verbs() -> dict[str, Any]:
+    """Whether there is an RDMA device that would do."""
+    if not VERBS_BINDING.exists():
+        reason = (
+            f"this build lacks its binding, {VERBS_BINDING.name}: build aiohixl again with libibverbs-dev installed"
+        )
+        return {"name": "verbs", "usable": False, "reason": reason}
+    from aiohixl import _core  # here, where its absence is answered
+
+    usable, reason = _core.verbs_probe(os.fsencode(VERBS_BINDING))
+    return {"name": "verbs", "usable": usable, "reason": reason}
+
+
 def _providers() -> list[Provider]:
     try:
         import aiohixl._core
 
-        found: list[dict[str, Any]] = [e for e in aiohixl._core.providers() if e["name"] != "hixl"]
-        found.append(_hixl())
+        found: list[dict[str, Any]] = [e for e in aiohixl._core.providers() if e["name"] not in ("hixl", "verbs")]
+        found += [_hixl(), _verbs()]
     except (ImportError, AttributeError) as exc:
         reason = f"the native core cannot be loaded: {exc}"
         return [Provider(name, False, reason, "build or reinstall aiohixl") for name in _REMEDIES]

@@ -75,7 +75,7 @@ class TcpPeer(peer.Peer):
 
 async def main() -> None:
     options = json.loads(sys.argv[2])
-    engine = await aiohixl.Engine(sys.argv[1], transports=["tcp"], **options).start()
+    engine = await aiohixl.Engine(sys.argv[1], **{"transports": ["tcp"], **options}).start()
     with contextlib.suppress(aiohixl.ClosedError):
         await peer.serve(TcpPeer(engine))
         await engine.close(timeout=0.1)

@@ -1,0 +1,132 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The verbs provider: reliable queue pairs of RDMA devices behind the provider table.
+ *
+ * Posts go to the device on the posting thread, and completions come in on the thread that drains the engine: its descriptor
+ * is readable when the device's completion channel is. What does not fit the send queue, what has to be taken back, and queue
+ * pairs that have failed are the provider's thread's, which sleeps otherwise.
+ *
+ * `mu` guards all of it, but registrations (`reg_mu`). It is held across calls that post and poll, and, on the thread, across
+ * those that make and destroy queue pairs; posting and draining threads only try to take it. */
+#ifndef HX_VERBS_CORE_H
+#define HX_VERBS_CORE_H
+
+#include "provider.h"
+#include "verbs.h"
+
+#define HX_VERBS_REQUESTS 4096
+#define HX_VERBS_DEPTH 512          /* work requests of a queue pair; no more than the device has */
+#define HX_VERBS_WRS 128            /* of one request, beside its flush */
+#define HX_VERBS_SGES 16            /* of one work request */
+#define HX_VERBS_CHUNK (8ull << 20) /* bytes of one request: what others wait for, and how often progress shows */
+
+typedef struct hx_verbs hx_verbs_t;
+typedef struct hx_vreq hx_vreq_t;
+
+/* A part of an operation that the device works on. */
+struct hx_vreq {
+    hx_vreq_t *next, *prev; /* of its peer, oldest first */
+    hx_op_t *op;            /* NULL: free */
+    hx_vpeer_t *peer;
+    hx_batch_t batch;
+    uint64_t nbytes;
+    uint32_t index, gen, nwr;
+};
+
+/* Of PATH: the newest queue pair of this end. */
+typedef struct {
+    uint32_t generation; /* from 1; ends with the same one belong together */
+    uint32_t flush_rkey; /* eight bytes at 0 that may be read: behind writes, it tells that they have landed */
+    hx_verbs_address_t address;
+} hx_verbs_intro_t;
+
+struct hx_vpeer {
+    hx_vpeer_t *next;
+    hx_verbs_t *v;
+    hx_endpoint_t *ep; /* referenced until it is released */
+    hx_verbs_qp_t *qp;
+    hx_verbs_intro_t mine, theirs;
+    bool met;                   /* theirs has not been looked at */
+    bool usable;                /* connected, and nothing must be taken back */
+    bool failed;                /* it must be made anew */
+    bool stuck;                 /* a queue pair of it cannot be destroyed */
+    bool released;              /* nothing is posted any more */
+    _Atomic bool forgotten;     /* nobody has a handle to it any more */
+    uint64_t since_ns, next_ns; /* unusable since; another attempt then */
+    /* Its last queue pair went with requests that had not ended: until the peer has made its end anew as well, their bytes may
+     * still arrive there. */
+    bool limbo;
+    uint32_t used, depth, inline_max; /* work requests in the send queue; bytes */
+    hx_opq_t runq;
+    hx_vreq_t *reqs_head, *reqs_tail;
+    hx_note_t *held, *held_tail; /* aborted ones, for as long as it is in limbo */
+    char why[128];
+};
+
+typedef struct {
+    hx_op_t *head;
+} hx_vdone_t;
+
+struct hx_verbs {
+    hx_engine_t *engine;
+    const hx_verbs_table_t *lib;
+    hx_verbs_device_t *device;
+    hx_verbs_info_t info;
+    pthread_mutex_t mu, inbox_mu, reg_mu, wake_mu;
+    hx_opq_t inbox; /* posts that found mu taken; under inbox_mu */
+    pthread_t thread;
+    bool started, stopping, stopped, over; /* over: no registrations any more; under reg_mu */
+    bool gone;                             /* the device */
+    bool hungry;                           /* somebody waits for a request */
+    int wake_fd;
+    _Atomic bool awake;
+    hx_vpeer_t *peers;
+    hx_vreq_t *reqs, *free_reqs;
+    uint8_t *scratch; /* two pages: what peers read to flush; where our flushes go */
+    hx_verbs_mr_t *scratch_mr[2];
+    uint32_t flush_rkey, sink_lkey;
+    size_t nmrs; /* regions' registrations that stand; under reg_mu */
+};
+
+/* What peers know a region by: its key, where it begins in its registration, and that it has one. */
+static inline uint64_t hx_verbs_name(uint32_t rkey, const void *base)
+{
+    return 1ull << 44 | (uint64_t)((uintptr_t)base % HX_VERBS_PAGE) << 32 | rkey;
+}
+
+static inline uint64_t hx_verbs_base(uint64_t name)
+{
+    return name >> 32 & (HX_VERBS_PAGE - 1);
+}
+
+/* verbs_engine.c */
+void hx_verbs_wake(hx_verbs_t *v);
+void hx_verbs_finish(hx_vdone_t *done); /* not under mu */
+
+/* verbs_post.c; under mu, but for submit */
+void hx_verbs_submit(hx_op_t *op);
+bool hx_verbs_take_posts(hx_verbs_t *v);
+/* `small`: on a thread that others wait for; large lists are left to the provider's. */
+void hx_verbs_pump(hx_vpeer_t *p, bool small, hx_vdone_t *done);
+void hx_verbs_over(hx_vreq_t *r, hx_status_t status, uint32_t code, const char *detail, hx_vdone_t *done);
+void hx_verbs_maybe_done(hx_op_t *op, hx_vdone_t *done);
+bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_vdone_t *done); /* takes in what has completed; true: something */
+
+/* verbs_peer.c */
+size_t hx_verbs_introduce(hx_endpoint_t *ep, void *state, uint8_t *out, size_t max);
+bool hx_verbs_meet(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n);
+uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now,
+                       hx_vdone_t *done); /* under mu, which it drops; when to look again, or 0 */
+void hx_verbs_free_notes(hx_vpeer_t *p);
+void hx_verbs_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_t gen);
+size_t hx_verbs_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *spans, size_t n, uint64_t **tags_p);
+bool hx_verbs_holds(hx_endpoint_t *ep, uint64_t tag);
+void hx_verbs_recall(hx_endpoint_t *ep);
+bool hx_verbs_idle(hx_endpoint_t *ep);
+
+/* verbs_memory.c */
+void hx_verbs_adopt(hx_engine_t *engine, void *state, hx_region_t *region);
+void hx_verbs_withdraw(hx_engine_t *engine, void *state, hx_region_t *region);
+void hx_verbs_disown(hx_engine_t *engine, void *state, hx_region_t *region, hx_job_t *then);
+void hx_verbs_forget_all(hx_verbs_t *v); /* and close the device, with the last that is left */
+
+#endif
