@@ -108,15 +108,15 @@ bool hx_acks_haunting(const hx_endpoint_t *ep, uint64_t now)
            now < ep->lost_ns + ep->fence_ns;
 }
 
-uint64_t hx_acks_held(const hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end, uint64_t now)
+uint64_t hx_acks_held(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end, uint64_t now)
 {
     if (!ep->acks)
         return 0;
     if (atomic_load(&ep->state) == HX_EP_LOST)
-        return hx_acks_haunting(ep, now) ? end - off : 0;
-    uint64_t held = 0;
+        return hx_acks_haunting(ep, now) || !hx_providers_settled(ep) ? end - off : 0;
+    uint64_t held = 0, kept = hx_providers_kept_out(ep);
     for (const hx_ack_t *ack = ep->unacked.head; ack && held < end - off; ack = ack->next) {
-        if (ack->region != region)
+        if (ack->region != region || ack->seq <= kept)
             continue;
         size_t lo = 0, hi = ack->n; /* the first span that ends past `off` */
         while (lo < hi) {

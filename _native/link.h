@@ -207,7 +207,7 @@ uint64_t *hx_standing_spans(const hx_region_t *region, const uint8_t *incarnatio
 bool hx_acks_expect(hx_endpoint_t *ep, uint64_t seq, uint64_t region, const uint64_t *spans, size_t n);
 bool hx_acks_received(hx_endpoint_t *ep, uint64_t seq); /* false: it was not expected */
 bool hx_acks_haunting(const hx_endpoint_t *ep, uint64_t now);
-uint64_t hx_acks_held(const hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end, uint64_t now);
+uint64_t hx_acks_held(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end, uint64_t now);
 bool hx_acks_owe(hx_endpoint_t *ep, uint64_t seq, uint64_t region, const uint64_t *spans, size_t n);
 void hx_acks_pay(hx_endpoint_t *ep);
 void hx_acks_free(hx_endpoint_t *ep);

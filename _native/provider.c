@@ -233,6 +233,17 @@ void hx_providers_evict(hx_endpoint_t *ep)
     FOR_EACH_WITH(evict, ep->engine, p->evict(ep))
 }
 
+void hx_providers_keep_out(hx_endpoint_t *ep)
+{
+    FOR_EACH_WITH(keep_out, ep->engine, p->keep_out(ep))
+}
+
+uint64_t hx_providers_kept_out(hx_endpoint_t *ep)
+{
+    FOR_EACH_WITH(kept_out, ep->engine, return p->kept_out(ep))
+    return 0;
+}
+
 void hx_providers_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n)
 {
     FOR_EACH_WITH(take_socket, ep->engine, {

@@ -73,6 +73,9 @@ struct hx_provider {
     void (*forked)(void *state);
     uint64_t (*landing)(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end);
     void (*evict)(hx_endpoint_t *ep);
+    /* Of a peer that does not acknowledge: takes from it what it could write with; the last revocation that is kept so. */
+    void (*keep_out)(hx_endpoint_t *ep);
+    uint64_t (*kept_out)(hx_endpoint_t *ep);
     void (*take_socket)(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n);
     void (*dial_failed)(hx_endpoint_t *ep);
     bool (*data_address)(hx_endpoint_t *ep, struct sockaddr_storage *ss, socklen_t *len_p, uint64_t *session_p);
@@ -113,6 +116,8 @@ uint64_t hx_providers_features(const hx_engine_t *engine);
 /* Of ours that a peer is touching by itself right now, in messages that it has sent (tcp). */
 uint64_t hx_providers_landing(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t end);
 void hx_providers_evict(hx_endpoint_t *ep); /* ends that, whatever it costs the peer */
+void hx_providers_keep_out(hx_endpoint_t *ep);
+uint64_t hx_providers_kept_out(hx_endpoint_t *ep);
 /* Data connections, for the control thread. */
 void hx_providers_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n);
 bool hx_providers_settled(hx_endpoint_t *ep);

@@ -38,6 +38,7 @@ struct hx_verbs_qp {
     struct ibv_qp *qp;
     void *owner;
     uint32_t psn;
+    enum ibv_mtu mtu; /* of the port, when it was made: connect() runs beside a look at it */
 };
 
 /* 0: not usable; else the better the higher. RoCE v2 with a global or IPv4-mapped address is routed; link-local is not. */
@@ -242,8 +243,9 @@ static int create(hx_verbs_device_t *d, uint32_t depth, void *owner, hx_verbs_qp
         return error;
     }
     q->psn &= 0xffffff;
+    q->mtu = d->port.active_mtu;
     *address = (hx_verbs_address_t){
-        .qpn = q->qp->qp_num, .psn = q->psn, .mtu = d->port.active_mtu, .reads = d->reads, .lid = d->port.lid};
+        .qpn = q->qp->qp_num, .psn = q->psn, .mtu = q->mtu, .reads = d->reads, .lid = d->port.lid};
     memcpy(address->gid, d->gid.raw, sizeof address->gid);
     *inline_p = d->inline_max;
     *qp_p = q;
@@ -255,7 +257,7 @@ static int connect_qp(hx_verbs_qp_t *q, const hx_verbs_address_t *peer)
     hx_verbs_device_t *d = q->device;
     struct ibv_qp_attr attr = {
         .qp_state = IBV_QPS_RTR,
-        .path_mtu = peer->mtu < d->port.active_mtu ? (enum ibv_mtu)peer->mtu : d->port.active_mtu,
+        .path_mtu = peer->mtu < q->mtu ? (enum ibv_mtu)peer->mtu : q->mtu,
         .dest_qp_num = peer->qpn,
         .rq_psn = peer->psn,
         .max_dest_rd_atomic = (uint8_t)d->reads,
@@ -338,15 +340,48 @@ static int poll_cq(hx_verbs_qp_t *q, hx_verbs_wc_t *out, int n)
     return found;
 }
 
+/* The port's address, which the next queue pairs tell their peers. */
+static void look_again(hx_verbs_device_t *d)
+{
+    struct ibv_port_attr port;
+    union ibv_gid gid;
+    if (!ibv_query_port(d->context, d->port_num, &port))
+        d->port = port;
+    if (!ibv_query_gid(d->context, d->port_num, d->gid_index, &gid))
+        d->gid = gid;
+}
+
 static int async_event(hx_verbs_device_t *d, void **owner_p, char *text, size_t room)
 {
     struct ibv_async_event ev;
     if (ibv_get_async_event(d->context, &ev))
         return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR ? 0 : -1;
-    bool of_qp = ev.event_type == IBV_EVENT_QP_FATAL || ev.event_type == IBV_EVENT_QP_REQ_ERR ||
-                 ev.event_type == IBV_EVENT_QP_ACCESS_ERR;
+    *owner_p = NULL;
     snprintf(text, room, "%s", ibv_event_type_str(ev.event_type));
-    *owner_p = of_qp ? ((hx_verbs_qp_t *)ev.element.qp->qp_context)->owner : NULL;
+    switch (ev.event_type) {
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+    case IBV_EVENT_PATH_MIG_ERR:
+        *owner_p = ((hx_verbs_qp_t *)ev.element.qp->qp_context)->owner;
+        break;
+    case IBV_EVENT_CQ_ERR:
+        *owner_p = ((hx_verbs_qp_t *)ev.element.cq->cq_context)->owner;
+        break;
+    case IBV_EVENT_COMM_EST:
+    case IBV_EVENT_SQ_DRAINED:
+    case IBV_EVENT_QP_LAST_WQE_REACHED:
+    case IBV_EVENT_PATH_MIG:
+        text[0] = 0;
+        break;
+    case IBV_EVENT_LID_CHANGE:
+    case IBV_EVENT_GID_CHANGE:
+    case IBV_EVENT_PORT_ACTIVE:
+        look_again(d);
+        break;
+    default:
+        break;
+    }
     ibv_ack_async_event(&ev);
     return ev.event_type == IBV_EVENT_DEVICE_FATAL ? -1 : 1;
 }

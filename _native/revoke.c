@@ -121,6 +121,15 @@ static uint64_t landing(hx_endpoint_t *ep, const hx_revoke_t *rv, uint64_t off, 
     return n;
 }
 
+/* A peer that acknowledges in time does so in half of it (acks.c). */
+static uint64_t writing(hx_endpoint_t *ep, const hx_revoke_t *rv, uint64_t off, uint64_t end, uint64_t now)
+{
+    uint64_t n = hx_acks_held(ep, rv->region->id, off, end, now);
+    if (n && now + ep->engine->config.cancel_grace_ns / 4 > rv->deadline_ns)
+        hx_providers_keep_out(ep);
+    return n;
+}
+
 /* Bytes that some peer holds. `held`: room for the n spans concerned, whose number is answered in *nheld_p. */
 static uint64_t pinned(hx_engine_t *engine, const hx_revoke_t *rv, uint64_t *held, size_t *nheld_p)
 {
@@ -132,16 +141,17 @@ static uint64_t pinned(hx_engine_t *engine, const hx_revoke_t *rv, uint64_t *hel
         bool gone =
             hx_endpoint_process_gone(ep); /* it does nothing any more; what it has sent may be on its way into memory */
         bool copying = !gone && ep->theirs && hx_page_busy(ep->theirs);
-        bool writing = !gone && ep->acks && rv->told;
-        if (!copying && !writing && !ep->tcp)
+        /* What its device has sent goes on to ours for as long as ours takes it, whatever has become of the process. */
+        bool one_sided = (!gone || ep->verbs) && ep->acks && rv->told;
+        if (!copying && !one_sided && !ep->tcp)
             continue;
         for (size_t i = 0; i < rv->n; i++) {
             uint64_t off = rv->spans[2 * i], end = off + rv->spans[2 * i + 1];
             uint64_t n = copying ? hx_page_overlap(ep->theirs, rv->region->id, off, end) : 0;
             if (!n && ep->tcp)
                 n = landing(ep, rv, off, end, now);
-            if (!n && writing)
-                n = hx_acks_held(ep, rv->region->id, off, end, now);
+            if (!n && one_sided)
+                n = writing(ep, rv, off, end, now);
             if (!n)
                 continue;
             total += n;

@@ -13,7 +13,9 @@
 
 #define HX_VERBS_ABI 1u
 #define HX_VERBS_NAME 64
-#define HX_VERBS_PAGE 4096u /* a registration begins at its address's offset in such a page */
+/* A registration begins at its address's offset in such a page: the kernel wants what its own pages give, which have 4 to
+ * 64 KiB. */
+#define HX_VERBS_PAGE 65536u
 
 typedef struct hx_verbs_device hx_verbs_device_t;
 typedef struct hx_verbs_qp hx_verbs_qp_t;
@@ -71,7 +73,8 @@ typedef struct {
     /* 1: *owner_p's queue has completions, and is armed again; 0: none; negative: the device is gone. */
     int (*event)(hx_verbs_device_t *device, void **owner_p);
     int (*poll)(hx_verbs_qp_t *qp, hx_verbs_wc_t *out, int n); /* how many; negative: it is broken */
-    /* As event(), of asynchronous events, in words; *owner_p of those that are about a queue pair, else NULL. */
+    /* As event(), of asynchronous events, in words ("": nothing that anybody need know); *owner_p of those after which a
+     * queue pair does no more, else NULL. */
     int (*async)(hx_verbs_device_t *device, void **owner_p, char *text, size_t room);
     int (*meaning)(uint32_t status);
     const char *(*name)(uint32_t status);

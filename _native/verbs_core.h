@@ -34,7 +34,8 @@ struct hx_vreq {
 
 /* Of PATH: the newest queue pair of this end. */
 typedef struct {
-    uint32_t generation; /* from 1; ends with the same one belong together */
+    uint32_t generation; /* from 1; ends with the same one belong together; 0: it will be made */
+    uint32_t joined;     /* 1: connected to the other end of that generation, so that it can be written to */
     uint32_t flush_rkey; /* eight bytes at 0 that may be read: behind writes, it tells that they have landed */
     hx_verbs_address_t address;
 } hx_verbs_intro_t;
@@ -45,16 +46,26 @@ struct hx_vpeer {
     hx_endpoint_t *ep; /* referenced until it is released */
     hx_verbs_qp_t *qp;
     hx_verbs_intro_t mine, theirs;
-    bool met;                   /* theirs has not been looked at */
-    bool usable;                /* connected, and nothing must be taken back */
+    _Atomic bool heard;         /* the peer has said that it has, or will have, an end */
+    bool usable;                /* connected at both ends, and nothing must be taken back */
     bool failed;                /* it must be made anew */
+    bool ending;                /* it is being destroyed */
     bool stuck;                 /* a queue pair of it cannot be destroyed */
     bool released;              /* nothing is posted any more */
     _Atomic bool forgotten;     /* nobody has a handle to it any more */
     uint64_t since_ns, next_ns; /* unusable since; another attempt then */
-    /* Its last queue pair went with requests that had not ended: until the peer has made its end anew as well, their bytes may
-     * still arrive there. */
+    uint64_t made_ns, delay_ns; /* the last attempt; between two of them */
+    /* Connecting finds a way to an address, which may take a second: in a thread for each. */
+    pthread_t joiner;
+    enum { HX_VJOIN_NONE, HX_VJOIN_RUNNING, HX_VJOIN_OVER } join;
+    hx_verbs_address_t join_to;
+    int join_error;
+    /* A queue pair of generation limbo_generation or before went with requests that had not ended: until the peer has made its
+     * end anew as well, their bytes may still arrive there. */
     bool limbo;
+    uint32_t limbo_generation;
+    uint64_t keep_seq;           /* revocations up to here are kept by destroying this end */
+    _Atomic uint64_t kept_seq;  /* and are kept by now */
     uint32_t used, depth, inline_max; /* work requests in the send queue; bytes */
     hx_opq_t runq;
     hx_vreq_t *reqs_head, *reqs_tail;
@@ -75,7 +86,7 @@ struct hx_verbs {
     hx_opq_t inbox; /* posts that found mu taken; under inbox_mu */
     pthread_t thread;
     bool started, stopping, stopped, over; /* over: no registrations any more; under reg_mu */
-    bool gone;                             /* the device */
+    bool gone, told_gone;                  /* the device */
     bool hungry;                           /* somebody waits for a request */
     int wake_fd;
     _Atomic bool awake;
@@ -90,7 +101,7 @@ struct hx_verbs {
 /* What peers know a region by: its key, where it begins in its registration, and that it has one. */
 static inline uint64_t hx_verbs_name(uint32_t rkey, const void *base)
 {
-    return 1ull << 44 | (uint64_t)((uintptr_t)base % HX_VERBS_PAGE) << 32 | rkey;
+    return 1ull << 48 | (uint64_t)((uintptr_t)base % HX_VERBS_PAGE) << 32 | rkey;
 }
 
 static inline uint64_t hx_verbs_base(uint64_t name)
@@ -101,6 +112,7 @@ static inline uint64_t hx_verbs_base(uint64_t name)
 /* verbs_engine.c */
 void hx_verbs_wake(hx_verbs_t *v);
 void hx_verbs_finish(hx_vdone_t *done); /* not under mu */
+void hx_verbs_gone(hx_verbs_t *v);      /* the device, of which nothing is asked any more; under mu */
 
 /* verbs_post.c; under mu, but for submit */
 void hx_verbs_submit(hx_op_t *op);
@@ -117,6 +129,11 @@ bool hx_verbs_meet(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n
 uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now,
                        hx_vdone_t *done); /* under mu, which it drops; when to look again, or 0 */
 void hx_verbs_free_notes(hx_vpeer_t *p);
+void hx_verbs_fail(hx_vpeer_t *p, const char *why); /* its queue pair must go; under mu */
+/* Under mu: nothing that was on a queue pair of it can arrive, or leave, any more. */
+bool hx_verbs_quiet(const hx_vpeer_t *p);
+void hx_verbs_keep_out(hx_endpoint_t *ep);
+uint64_t hx_verbs_kept_out(hx_endpoint_t *ep);
 void hx_verbs_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_t gen);
 size_t hx_verbs_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *spans, size_t n, uint64_t **tags_p);
 bool hx_verbs_holds(hx_endpoint_t *ep, uint64_t tag);

@@ -38,6 +38,15 @@ void hx_verbs_finish(hx_vdone_t *done)
     }
 }
 
+void hx_verbs_gone(hx_verbs_t *v)
+{
+    if (v->gone)
+        return;
+    v->gone = true;
+    epoll_ctl(v->engine->epoll_fd, EPOLL_CTL_DEL, v->info.fd, NULL); /* it would be readable for ever */
+    hx_verbs_wake(v);
+}
+
 static bool assist(hx_engine_t *engine, void *state)
 {
     hx_verbs_t *v = state;
@@ -57,7 +66,7 @@ static void free_forgotten(hx_verbs_t *v)
 {
     for (hx_vpeer_t **at = &v->peers; *at;) {
         hx_vpeer_t *p = *at;
-        if (p->ep || !atomic_load(&p->forgotten)) {
+        if (p->ep || p->stuck || !atomic_load(&p->forgotten)) { /* stuck: the library names it still */
             at = &p->next;
             continue;
         }
@@ -75,7 +84,7 @@ static void forget_released(hx_verbs_t *v, bool all)
         pthread_mutex_lock(&v->mu);
         hx_verbs_take_posts(v); /* nothing is posted to a released peer, but something may have been */
         for (hx_vpeer_t *p = v->peers; p && !ep; p = p->next)
-            if (p->ep && (all || (p->released && !p->qp && !p->runq.head))) {
+            if (p->ep && (all || (p->released && hx_verbs_quiet(p) && !p->runq.head))) {
                 ep = p->ep;
                 p->ep = NULL;
             }
@@ -112,38 +121,41 @@ static void *run(void *arg)
         void *owner = NULL;
         for (int got = fds[1].revents ? 1 : 0; got > 0 && !v->gone;) {
             got = v->lib->async(v->device, &owner, text, sizeof text);
-            if (got > 0 && owner) {
-                ((hx_vpeer_t *)owner)->failed = true;
-                ((hx_vpeer_t *)owner)->usable = false;
-            } else if (got) {
-                warn(v, got < 0 ? "the device is gone" : text);
-            }
-            v->gone |= got < 0;
+            if (got < 0)
+                hx_verbs_gone(v);
+            else if (got && owner)
+                hx_verbs_fail(owner, text);
+            else if (got && text[0])
+                warn(v, text);
+        }
+        if (v->gone && !v->told_gone) {
+            v->told_gone = true;
+            warn(v, "the device is gone");
         }
         free_forgotten(v);
         v->hungry = false;
         hx_verbs_take_posts(v);
         hx_verbs_drain(v, false, &done);
-        bool live = false;
+        bool live = false, standing = false;
         refill = false;
         for (hx_vpeer_t *p = v->peers; p; p = p->next) {
             if (!p->ep)
                 continue; /* only its memory is left */
-            p->failed |= v->gone;
+            if (v->gone)
+                hx_verbs_fail(p, "the device is gone");
             uint64_t at = hx_verbs_tend(p, now, &done);
             due = at && (!due || at < due) ? at : due;
             live |= p->qp || p->runq.head || (p->reqs_head && !p->stuck);
+            standing |= !hx_verbs_quiet(p);
             refill |= p->usable && p->runq.head && p->reqs_head;
         }
-        bool let_go = v->gone && v->device; /* or whoever takes the device away waits for us */
+        bool let_go = v->gone && v->device && !standing; /* or whoever takes the device away waits for us */
         bool over = v->stopping && !live && !hx_verbs_take_posts(v);
         pthread_mutex_unlock(&v->mu);
         hx_verbs_finish(&done);
         forget_released(v, false);
-        if (let_go) {
-            epoll_ctl(v->engine->epoll_fd, EPOLL_CTL_DEL, v->info.fd, NULL);
+        if (let_go)
             hx_verbs_forget_all(v);
-        }
         if (over)
             return NULL;
         timeout = v->stopping ? 1 : !due ? -1 : due <= now ? 0 : (int)((due - now + 999999) / 1000000);
@@ -248,7 +260,7 @@ static void stop(hx_engine_t *engine, void *state)
         pthread_join(v->thread, NULL);
     }
     forget_released(v, true);
-    if (v->device)
+    if (v->device && !v->gone)
         epoll_ctl(engine->epoll_fd, EPOLL_CTL_DEL, v->info.fd, NULL);
     for (const hx_vpeer_t *p = v->peers; p; p = p->next)
         engine->stuck_peers += p->stuck;
@@ -295,6 +307,8 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
         why = "NPU memory is not registered with RDMA devices";
     else if (!(ep->features & HX_FEATURE_VERBS) || !ep->verbs)
         why = "the peer's engine has no verbs transport";
+    else if (!atomic_load(&ep->verbs->heard))
+        why = "the peer's RDMA device has no queue pair for us";
     else if (!remote->direct)
         why = "the peer's memory is not registered with its RDMA device";
     else if (local && atomic_load(&local->state) == HX_REGION_READY && atomic_load(&local->adoption) == HX_ADOPT_NONE) {
@@ -358,7 +372,7 @@ static bool settled(hx_endpoint_t *ep)
     if (!p)
         return true;
     pthread_mutex_lock(&p->v->mu);
-    bool settled = !p->qp;
+    bool settled = hx_verbs_quiet(p);
     pthread_mutex_unlock(&p->v->mu);
     return settled;
 }
@@ -408,6 +422,8 @@ const hx_provider_t hx_provider_verbs = {
     .release = release,
     .forget = forget,
     .settled = settled,
+    .keep_out = hx_verbs_keep_out,
+    .kept_out = hx_verbs_kept_out,
     .before_fork = around_fork,
     .after_fork = around_fork,
     .forked = forked,

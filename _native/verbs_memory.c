@@ -61,10 +61,10 @@ static void run_adopt(hx_job_t *job)
     pthread_mutex_lock(&v->reg_mu);
     bool wanted = !v->over && atomic_load(&region->refs) > 1; /* or its memory may be somebody else's by now */
     int error = !wanted ? ECANCELED : region->kind == HX_KIND_DEVICE ? EOPNOTSUPP : register_now(v, region);
-    pthread_mutex_unlock(&v->reg_mu);
     if (error && wanted)
         explain(text, region, error);
-    hx_region_adopted(region, error ? 0 : 1, error ? text : NULL);
+    hx_region_adopted(region, error ? 0 : 1, error ? text : NULL); /* under the lock: forget_all() finds it held, or over */
+    pthread_mutex_unlock(&v->reg_mu);
 }
 
 void hx_verbs_adopt(hx_engine_t *engine, void *state, hx_region_t *region)
@@ -74,17 +74,19 @@ void hx_verbs_adopt(hx_engine_t *engine, void *state, hx_region_t *region)
     hx_setup_push(engine, &j->job);
 }
 
-/* Under reg_mu. */
-static void drop(hx_verbs_t *v, hx_verbs_mr_t *mr)
+/* Under reg_mu. False: the device may touch its memory still, and goes on doing so until the process ends. */
+static bool drop(hx_verbs_t *v, hx_verbs_mr_t *mr)
 {
-    if (mr) {
-        v->lib->dereg(mr);
-        v->nmrs--;
+    if (mr && v->lib->dereg(mr)) {
+        v->engine->abandoned = true;
+        return false;
     }
+    v->nmrs -= mr != NULL;
     if (v->over && !v->nmrs && v->device) {
         v->lib->close(v->device);
         v->device = NULL;
     }
+    return true;
 }
 
 static void run_leave(hx_job_t *job)
@@ -95,11 +97,13 @@ static void run_leave(hx_job_t *job)
     hx_job_t *then = j->then;
     pthread_mutex_lock(&j->v->reg_mu);
     hx_verbs_mr_t *mr = region ? region->mr : j->mr;
-    if (region)
+    bool left = drop(j->v, mr);
+    if (region && left)
         region->mr = NULL;
-    drop(j->v, mr);
     pthread_mutex_unlock(&j->v->reg_mu);
     free(j);
+    if (!left)
+        return; /* its memory is kept: nobody is told that nothing touches it */
     if (region) {
         atomic_store(&region->adoption, HX_ADOPT_NONE);
         hx_region_unref(region);

@@ -37,24 +37,79 @@ static void release_notes(hx_vpeer_t *p)
 
 /* ---- up and down: the provider's thread, but for the first of them ---- */
 
-#define AGAIN_NS 1000000000ull /* between attempts at what was refused */
+/* Between two attempts: none at first, then twice as long each time, until one has held for a while. */
+#define DELAY_MIN_NS 10000000ull
+#define DELAY_MAX_NS 2000000000ull
+#define HELD_NS 10000000000ull
+#define PREDECESSOR_NS 1000000ull /* until another look at a queue pair of an earlier link */
 
-/* Under mu. */
-static bool make(hx_vpeer_t *p)
+void hx_verbs_fail(hx_vpeer_t *p, const char *why)
+{
+    if (!p->failed)
+        snprintf(p->why, sizeof p->why, "%s", why);
+    p->failed = true;
+    p->usable = false;
+}
+
+bool hx_verbs_quiet(const hx_vpeer_t *p)
+{
+    return !p->qp && !p->ending && !p->stuck;
+}
+
+static bool lost(const hx_vpeer_t *p)
+{
+    return atomic_load(&p->ep->state) != HX_EP_UP;
+}
+
+/* A queue pair of an earlier link to this engine, which is lost, is there still: what was on it must not land behind what is
+ * written from now on. */
+static bool predecessor(const hx_verbs_t *v, const hx_endpoint_t *ep)
+{
+    for (const hx_vpeer_t *p = v->peers; p; p = p->next)
+        if (p->ep && p->ep != ep && lost(p) && !hx_verbs_quiet(p) &&
+            !memcmp(p->ep->incarnation, ep->incarnation, sizeof ep->incarnation))
+            return true;
+    return false;
+}
+
+static void say(hx_vpeer_t *p)
+{
+    hx_command_t *cmd = hx_command_new(HX_CMD_PATH, NULL, 0);
+    if (!cmd) {
+        hx_verbs_fail(p, "out of memory");
+        return;
+    }
+    hx_endpoint_ref(p->ep);
+    cmd->ep = p->ep;
+    hx_command_push(p->v->engine, cmd);
+}
+
+/* Under mu: of the generation that the peer has, if that is newer. */
+static bool make(hx_vpeer_t *p, uint64_t now)
 {
     hx_verbs_t *v = p->v;
+    uint32_t generation = p->mine.generation + 1;
     int error = v->gone ? ENODEV : 0;
+    if (now > p->made_ns + HELD_NS)
+        p->delay_ns = 0;
+    p->made_ns = now;
+    p->next_ns = now + p->delay_ns;
+    p->delay_ns = !p->delay_ns ? DELAY_MIN_NS : p->delay_ns < DELAY_MAX_NS ? 2 * p->delay_ns : DELAY_MAX_NS;
     p->depth = v->info.max_wr < HX_VERBS_DEPTH ? v->info.max_wr : HX_VERBS_DEPTH;
     p->used = 0;
-    p->failed = p->met = false;
+    p->failed = false;
+    p->why[0] = 0;
+    p->mine.joined = 0;
     p->mine.flush_rkey = v->flush_rkey;
     if (!error)
         error = v->lib->create(v->device, p->depth, p, &p->qp, &p->mine.address, &p->inline_max);
     if (error) {
         p->qp = NULL;
         snprintf(p->why, sizeof p->why, "no queue pair can be made: %.80s", strerror(error));
+        return false;
     }
-    return !error;
+    p->mine.generation = generation < p->theirs.generation ? p->theirs.generation : generation;
+    return true;
 }
 
 /* Under mu, which it drops: the queue pair goes, and with it what was on it. */
@@ -62,23 +117,31 @@ static void down(hx_vpeer_t *p, const char *why, bool gone, hx_vdone_t *done)
 {
     hx_verbs_t *v = p->v;
     hx_verbs_qp_t *qp = p->qp;
+    uint64_t seq = p->keep_seq;
     char text[128];
     snprintf(text, sizeof text, "%s", why);
     p->usable = false;
     p->since_ns = hx_now_ns();
+    p->ending = true;
     p->qp = NULL; /* nobody posts or polls from here on */
     pthread_mutex_unlock(&v->mu);
-    int error = qp ? v->lib->destroy(qp) : 0;
+    int error = v->lib->destroy(qp);
     pthread_mutex_lock(&v->mu);
+    p->ending = false;
     if (error) { /* its device may touch our memory still: nobody is told that it does not */
         snprintf(p->why, sizeof p->why, "the queue pair cannot be destroyed: %.80s", strerror(error));
         p->stuck = v->engine->abandoned = true;
         return;
     }
+    if (seq > atomic_load(&p->kept_seq))
+        atomic_store(&p->kept_seq, seq);
+    if (p->reqs_head && !gone) {
+        p->limbo = true;
+        p->limbo_generation = p->mine.generation;
+    }
     while (p->reqs_head) {
         hx_vreq_t *r = p->reqs_head;
         hx_note_t *note = r->op->note;
-        p->limbo = !gone;
         if (!gone && note && r->op->kind == HX_WRITE) {
             r->op->note = NULL;
             note->aborted = true;
@@ -88,42 +151,46 @@ static void down(hx_vpeer_t *p, const char *why, bool gone, hx_vdone_t *done)
         }
         hx_verbs_over(r, HX_ERR_CONNECTION, 0, text, done);
     }
+    hx_control_wake(v->engine); /* revocations may wait for it */
 }
 
-static void anew(hx_vpeer_t *p, uint64_t now)
+/* The queue pair stays where it is meanwhile: `join` says so. */
+static void *connect_it(void *arg)
 {
-    p->mine.generation++;
-    hx_command_t *cmd = make(p) ? hx_command_new(HX_CMD_PATH, NULL, 0) : NULL;
-    if (!cmd) {
-        p->next_ns = now + AGAIN_NS;
-        p->failed = true;
-        return;
-    }
-    hx_endpoint_ref(p->ep);
-    cmd->ep = p->ep;
-    hx_command_push(p->v->engine, cmd);
-}
-
-/* Under mu, which it drops: finding the way to an address may take a second. */
-static void join(hx_vpeer_t *p, uint64_t now)
-{
+    hx_vpeer_t *p = arg;
     hx_verbs_t *v = p->v;
-    hx_verbs_address_t address = p->theirs.address;
-    hx_verbs_qp_t *qp = p->qp;
-    p->met = false;
-    pthread_mutex_unlock(&v->mu);
-    int error = v->lib->connect(qp, &address);
+    int error = v->lib->connect(p->qp, &p->join_to);
     pthread_mutex_lock(&v->mu);
-    if (error) {
-        snprintf(p->why, sizeof p->why, "the queue pair cannot be connected: %.80s", strerror(error));
-        p->failed = true;
-        p->next_ns = now + AGAIN_NS;
-        return;
+    p->join_error = error;
+    p->join = HX_VJOIN_OVER;
+    pthread_mutex_unlock(&v->mu);
+    hx_verbs_wake(v);
+    return NULL;
+}
+
+static void begin_join(hx_vpeer_t *p)
+{
+    p->join_to = p->theirs.address;
+    p->join = HX_VJOIN_RUNNING;
+    if (!hx_thread_start(&p->joiner, connect_it, p, "hx-verbs-join")) {
+        p->join = HX_VJOIN_NONE;
+        hx_verbs_fail(p, "no thread can be started");
     }
-    p->usable = !p->failed;
-    p->limbo = false; /* the peer's old end is gone */
-    release_notes(p);
-    hx_control_wake(v->engine); /* acknowledgements may wait for it */
+}
+
+/* The thread has ended, or is about to: it does not take mu any more. */
+static void end_join(hx_vpeer_t *p)
+{
+    pthread_join(p->joiner, NULL);
+    p->join = HX_VJOIN_NONE;
+    if (p->join_error) {
+        char text[128];
+        snprintf(text, sizeof text, "the queue pair cannot be connected: %.80s", strerror(p->join_error));
+        hx_verbs_fail(p, text);
+    } else {
+        p->mine.joined = 1;
+        say(p);
+    }
 }
 
 /* What is queued and has been told to end leaves; what is with the device is waited for, and then taken back. */
@@ -147,9 +214,7 @@ static uint64_t sweep(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
         hx_op_cancel_as(r->op, atomic_load(&r->op->gen), verdict);
         uint64_t at = atomic_load(&r->op->cancel_ns) + grace;
         if (verdict == HX_ERR_TIMEOUT || now >= at) {
-            snprintf(p->why, sizeof p->why, "the queue pair was given up to take a transfer back");
-            p->failed = true;
-            p->usable = false;
+            hx_verbs_fail(p, "the queue pair was given up to take a transfer back");
         } else {
             due = !due || at < due ? at : due;
         }
@@ -174,33 +239,44 @@ static uint64_t sooner(uint64_t a, uint64_t b)
 uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
 {
     uint64_t patience = p->v->engine->config.handshake_timeout_ns;
-    bool gone = p->v->stopping || p->released || atomic_load(&p->ep->state) != HX_EP_UP;
+    bool gone = p->v->stopping || p->released || lost(p);
     uint64_t due = sweep(p, now, done);
+    if (p->join == HX_VJOIN_OVER)
+        end_join(p);
+    bool joining = p->join == HX_VJOIN_RUNNING; /* its end wakes us; nothing is posted on that queue pair before */
     if (gone || p->stuck) {
-        if (p->qp)
+        if (p->qp && !joining)
             down(p, "the peer is gone", gone, done);
         p->limbo &= !gone;
         release_notes(p);
         fail_queued(p, done);
         return 0;
     }
-    bool newer = p->met && p->theirs.generation > p->mine.generation;
-    hx_verbs_intro_t theirs = p->theirs;
-    if (p->qp && (p->failed || newer))
-        down(p, newer ? "the peer has made its end anew" : p->why, false, done);
+    if (p->qp && !joining && p->failed)
+        down(p, p->why, false, done);
+    if (p->qp && !joining && p->theirs.generation > p->mine.generation)
+        down(p, "the peer has made its end anew", false, done);
     if (p->stuck)
-        return 0;
-    if (newer)
-        p->mine.generation = theirs.generation - 1;
-    if (!p->qp && (newer || now >= p->next_ns)) {
-        anew(p, now);
-        p->theirs = theirs;
-        p->met = newer;
+        return now;
+    if (!p->qp) {
+        if (now < p->next_ns)
+            due = sooner(due, p->next_ns);
+        else if (predecessor(p->v, p->ep))
+            due = sooner(due, now + PREDECESSOR_NS);
+        else if (make(p, now))
+            say(p);
+        else
+            due = sooner(due, p->next_ns);
     }
-    if (p->met && p->qp && !p->failed && p->theirs.generation == p->mine.generation)
-        join(p, now);
-    if (p->failed || !p->qp)
-        due = sooner(due, p->next_ns > now ? p->next_ns : now + AGAIN_NS);
+    bool both = p->qp && !p->failed && p->theirs.generation == p->mine.generation;
+    if (both && !p->mine.joined && !joining)
+        begin_join(p);
+    p->usable = both && p->mine.joined && p->theirs.joined;
+    if (p->limbo && p->theirs.generation > p->limbo_generation) { /* the peer's old end is gone */
+        p->limbo = false;
+        release_notes(p);
+        hx_control_wake(p->v->engine); /* acknowledgements may wait for it */
+    }
     if (!p->usable && (p->runq.head || p->limbo)) {
         if (now > p->since_ns + patience) {
             if (p->qp && !p->failed)
@@ -213,58 +289,64 @@ uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
         }
     }
     hx_verbs_pump(p, false, done);
-    return due;
+    return p->failed && p->join != HX_VJOIN_RUNNING ? now : due;
 }
 
 /* ---- what the control thread hears and says ---- */
 
-/* Queue pairs of earlier links to this engine, which are lost: what was on them must not land behind what is written from now on.
- * False: one is there still. */
-static bool predecessors_gone(hx_verbs_t *v, const hx_endpoint_t *ep)
+/* Under mu; NULL: no path by verbs to it. */
+static hx_vpeer_t *begin(hx_verbs_t *v, hx_endpoint_t *ep)
 {
-    for (int i = 0; i < 1000; i++) {
-        bool any = false;
-        pthread_mutex_lock(&v->mu);
-        for (hx_vpeer_t *p = v->peers; p; p = p->next)
-            any |= p->ep && p->qp && atomic_load(&p->ep->state) != HX_EP_UP &&
-                   !memcmp(p->ep->incarnation, ep->incarnation, sizeof ep->incarnation);
-        pthread_mutex_unlock(&v->mu);
-        if (!any)
-            return true;
-        hx_verbs_wake(v);
-        poll(NULL, 0, 1);
+    uint64_t now = hx_now_ns();
+    hx_vpeer_t *p = hx_alloc(sizeof *p);
+    p->v = v;
+    p->since_ns = now;
+    p->ep = ep;
+    if (!predecessor(v, ep) && !make(p, now)) {
+        free(p);
+        return NULL;
     }
-    return false;
+    hx_endpoint_ref(ep);
+    p->next = v->peers;
+    v->peers = p;
+    ep->verbs = p;
+    return p;
 }
 
 size_t hx_verbs_introduce(hx_endpoint_t *ep, void *state, uint8_t *out, size_t max)
 {
     hx_verbs_t *v = state;
-    hx_vpeer_t *p = ep->verbs;
-    if (!(ep->features & HX_FEATURE_VERBS) || sizeof p->mine > max || (!p && !predecessors_gone(v, ep)))
+    size_t n = 0;
+    if (!(ep->features & HX_FEATURE_VERBS) || sizeof ep->verbs->mine > max)
         return 0;
     pthread_mutex_lock(&v->mu);
-    if (!p && !v->stopping) {
-        p = hx_alloc(sizeof *p);
-        p->v = v;
-        p->mine.generation = 1;
-        p->since_ns = hx_now_ns();
-        if (make(p)) {
-            p->ep = ep;
-            hx_endpoint_ref(ep);
-            p->next = v->peers;
-            v->peers = p;
-            ep->verbs = p;
-        } else {
-            free(p); /* no path by verbs to it */
-            p = NULL;
-        }
+    bool first = !ep->verbs && !v->stopping && !v->gone;
+    hx_vpeer_t *p = first ? begin(v, ep) : ep->verbs;
+    if (p && !p->released && (p->qp || first)) {
+        n = sizeof p->mine;
+        memcpy(out, &p->mine, n);
     }
-    bool there = p && p->qp && !p->released;
-    if (there)
-        memcpy(out, &p->mine, sizeof p->mine);
     pthread_mutex_unlock(&v->mu);
-    return there ? sizeof p->mine : 0;
+    if (p && !p->qp)
+        hx_verbs_wake(v);
+    return n;
+}
+
+static bool plausible(const hx_verbs_intro_t *intro)
+{
+    const hx_verbs_address_t *a = &intro->address;
+    return !intro->generation ||
+           (intro->generation < UINT32_MAX / 2 && intro->joined <= 1 && a->mtu && a->mtu <= 5 && a->reads &&
+            a->qpn <= 0xffffff && a->psn <= 0xffffff && a->lid <= 0xffff);
+}
+
+/* What a peer says of an end does not change, but for its being joined; and no end comes back. */
+static bool follows(const hx_verbs_intro_t *before, const hx_verbs_intro_t *intro)
+{
+    if (intro->generation != before->generation)
+        return intro->generation > before->generation;
+    return intro->joined >= before->joined && intro->flush_rkey == before->flush_rkey &&
+           !memcmp(&intro->address, &before->address, sizeof before->address);
 }
 
 bool hx_verbs_meet(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n)
@@ -275,18 +357,18 @@ bool hx_verbs_meet(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n
     if (n != sizeof intro)
         return false;
     memcpy(&intro, body, sizeof intro);
-    if (!intro.generation || intro.generation == UINT32_MAX || !intro.address.mtu || intro.address.mtu > 5 ||
-        !intro.address.reads || intro.address.qpn > 0xffffff || intro.address.psn > 0xffffff ||
-        intro.address.lid > 0xffff)
+    if (!plausible(&intro))
         return false;
     if (!p)
         return true; /* no path by verbs to it */
     pthread_mutex_lock(&v->mu);
-    p->theirs = intro;
-    p->met = true;
+    bool first = !atomic_load(&p->heard), fits = first || follows(&p->theirs, &intro);
+    if (fits && intro.generation)
+        p->theirs = intro;
+    atomic_store(&p->heard, true);
     pthread_mutex_unlock(&v->mu);
     hx_verbs_wake(v);
-    return true;
+    return fits;
 }
 
 void hx_verbs_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_t gen)
@@ -297,8 +379,7 @@ void hx_verbs_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint3
     for (hx_vpeer_t *p = v->peers; p; p = p->next)
         for (const hx_vreq_t *r = p->reqs_head; r; r = r->next)
             if (r->op == op && atomic_load(&op->gen) == gen) {
-                p->usable = false;
-                p->failed = true;
+                hx_verbs_fail(p, "a transfer made no progress for stall_timeout");
                 break;
             }
     pthread_mutex_unlock(&v->mu);
@@ -387,13 +468,34 @@ void hx_verbs_recall(hx_endpoint_t *ep)
     hx_vdone_t done = {NULL};
     pthread_mutex_lock(&p->v->mu);
     hx_verbs_drain(p->v, true, &done); /* what has completed is not there any more, whether the loop knows or not */
-    if (p->reqs_head) {
-        p->usable = false;
-        p->failed = true;
-    }
+    if (p->reqs_head)
+        hx_verbs_fail(p, "the queue pair was given up for its owner, who takes memory back");
     pthread_mutex_unlock(&p->v->mu);
     hx_verbs_finish(&done);
     hx_verbs_wake(p->v);
+}
+
+/* ---- revocation, the owner's side: a peer that does not acknowledge loses its way in ---- */
+
+void hx_verbs_keep_out(hx_endpoint_t *ep)
+{
+    hx_vpeer_t *p = ep->verbs;
+    if (!p)
+        return;
+    pthread_mutex_lock(&p->v->mu);
+    bool wanted = atomic_load(&p->kept_seq) < ep->revoke_seq;
+    p->keep_seq = ep->revoke_seq;
+    if (wanted && p->qp)
+        hx_verbs_fail(p, "the queue pair was given up to keep a peer out that acknowledges no revocation");
+    else if (wanted && hx_verbs_quiet(p))
+        atomic_store(&p->kept_seq, p->keep_seq); /* no end that it could write to; the next one is made after that */
+    pthread_mutex_unlock(&p->v->mu);
+    hx_verbs_wake(p->v);
+}
+
+uint64_t hx_verbs_kept_out(hx_endpoint_t *ep)
+{
+    return ep->verbs ? atomic_load(&ep->verbs->kept_seq) : 0;
 }
 
 bool hx_verbs_idle(hx_endpoint_t *ep)

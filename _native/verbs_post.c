@@ -205,9 +205,9 @@ static bool post(hx_vpeer_t *p, hx_op_t *op, hx_vreq_t *r)
     start_clock(p);
     if (!error)
         return true;
-    snprintf(p->why, sizeof p->why, "a work request was refused: %.80s", strerror(error));
-    p->failed = true;
-    p->usable = false;
+    char text[128];
+    snprintf(text, sizeof text, "a work request was refused: %.80s", strerror(error));
+    hx_verbs_fail(p, text);
     return false;
 }
 
@@ -286,13 +286,11 @@ static void complete(hx_vpeer_t *p, const hx_verbs_wc_t *wc, hx_vdone_t *done)
         return;
     }
     int meaning = v->lib->meaning(wc->status);
-    p->usable = false;
-    p->failed = true;
-    if (meaning == HX_VERBS_FLUSHED)
-        return; /* it was behind one that failed, or is taken back */
-    snprintf(p->why, sizeof p->why, "the device reported: %.90s", v->lib->name(wc->status));
-    if (known)
-        hx_op_fail(r->op, meaning == HX_VERBS_ACCESS ? HX_ERR_REMOTE_ACCESS : HX_ERR_CONNECTION, 0, 0, p->why);
+    char text[128];
+    snprintf(text, sizeof text, "the device reported: %.90s", v->lib->name(wc->status));
+    hx_verbs_fail(p, text);
+    if (known && meaning != HX_VERBS_FLUSHED) /* else it was behind one that failed, or is taken back */
+        hx_op_fail(r->op, meaning == HX_VERBS_ACCESS ? HX_ERR_REMOTE_ACCESS : HX_ERR_CONNECTION, 0, wc->status, text);
 }
 
 bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_vdone_t *done)
@@ -306,8 +304,7 @@ bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_vdone_t *done)
         any = true;
         for (int n; p->qp && (n = v->lib->poll(p->qp, list, 32)) != 0;) {
             if (n < 0) {
-                p->failed = true;
-                p->usable = false;
+                hx_verbs_fail(p, "its completions cannot be read");
                 break;
             }
             for (int i = 0; i < n; i++)
@@ -317,10 +314,8 @@ bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_vdone_t *done)
         if (p->failed)
             hx_verbs_wake(v);
     }
-    if (got < 0) {
-        v->gone = true;
-        hx_verbs_wake(v);
-    }
+    if (got < 0)
+        hx_verbs_gone(v);
     return any;
 }
 
