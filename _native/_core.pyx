@@ -122,6 +122,19 @@ def verbs_probe(bytes binding not None):
     return status == hx.HX_OK, text.decode("utf-8", "replace")
 
 
+def verbs_ports(bytes binding not None):
+    """One of these for each port of each RDMA device: (device, port, state, usable, MTU, largest MTU, GID index, GID)."""
+    cdef hx.hx_verbs_port_t[64] ports
+    cdef const char *where = binding
+    cdef size_t i, n
+    with nogil:
+        n = hx.hx_verbs_ports(where, ports, 64)
+    if n > 64:
+        n = 64
+    return [(ports[i].device.decode(), ports[i].port, ports[i].state.decode(), bool(ports[i].usable), ports[i].mtu,
+             ports[i].max_mtu, ports[i].gid_index, ports[i].gid.decode()) for i in range(n)]
+
+
 @cython.final
 cdef class Engine:
     cdef hx.hx_engine_t *engine
@@ -205,6 +218,9 @@ cdef class Engine:
                 rdma.device = PyBytes_AS_STRING(word)
                 rdma.port = verbs["port"]
                 rdma.gid_index = verbs["gid_index"]
+                rdma.timeout = verbs["timeout"]
+                rdma.service_level = verbs["service_level"]
+                rdma.traffic_class = verbs["traffic_class"]
                 config.verbs = &rdma
             text[0] = 0
             with nogil:

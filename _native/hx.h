@@ -111,7 +111,16 @@ typedef struct {
     const char *binding;     /* path of the binding's shared object */
     const char *device;      /* NULL: the first with an active port */
     int32_t port, gid_index; /* 0, -1: to be chosen */
+    uint8_t timeout;         /* an attempt is given 4.096 us x 2^timeout */
+    uint8_t service_level, traffic_class;
 } hx_verbs_config_t;
+
+typedef struct {
+    char device[64], state[32], gid[64]; /* gid: the one that would be chosen, or "" */
+    int32_t port, gid_index;
+    uint32_t mtu, max_mtu; /* bytes */
+    bool usable;
+} hx_verbs_port_t;
 
 typedef struct {
     const char *name;
@@ -317,5 +326,7 @@ hx_status_t hx_provider_probe(size_t i, char text[HX_TEXT_MAX]);
 hx_status_t hx_hixl_probe(const char *binding, const char *library, char text[HX_TEXT_MAX]);
 /* verbs_engine.c: the first device that would do; or what is missing. */
 hx_status_t hx_verbs_probe(const char *binding, char text[HX_TEXT_MAX]);
+size_t hx_verbs_ports(const char *binding, hx_verbs_port_t *out,
+                      size_t max); /* how many there are; 0 without the library */
 
 #endif

@@ -84,6 +84,19 @@ cdef extern from "hx.h" nogil:
         const char *device
         int32_t port
         int32_t gid_index
+        uint8_t timeout
+        uint8_t service_level
+        uint8_t traffic_class
+
+    ctypedef struct hx_verbs_port_t:
+        char device[64]
+        char state[32]
+        char gid[64]
+        int32_t port
+        int32_t gid_index
+        uint32_t mtu
+        uint32_t max_mtu
+        hx_bool usable
 
     ctypedef struct hx_config_t:
         const char *name
@@ -262,4 +275,5 @@ cdef extern from "hx.h" nogil:
     hx_status_t hx_provider_probe(size_t i, char *text)
 
     hx_status_t hx_verbs_probe(const char *binding, char *text)
+    size_t hx_verbs_ports(const char *binding, hx_verbs_port_t *out, size_t max)
     hx_status_t hx_hixl_probe(const char *binding, const char *library, char *text)

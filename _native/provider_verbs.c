@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "verbs.h"
 
+#include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <infiniband/verbs.h>
@@ -14,8 +15,7 @@
 #include <sys/random.h>
 
 #define INLINE_MAX 64
-#define RETRIES 6    /* 7 is for ever, on some devices */
-#define TIMEOUT 14   /* 4.096 us x 2^14 = 67 ms: 6 of them are under half a second */
+#define RETRIES 6    /* after the first attempt; 7 is for ever, on some devices */
 #define RNR_TIMER 12 /* 0.64 ms */
 #define POST_MAX 64  /* work requests of one call */
 #define SGES 16
@@ -29,7 +29,7 @@ struct hx_verbs_device {
     union ibv_gid gid;
     uint32_t reads, sges, inline_max;
     int gid_index;
-    uint8_t port_num;
+    uint8_t port_num, timeout, service_level, traffic_class;
 };
 
 struct hx_verbs_qp {
@@ -108,6 +108,43 @@ static bool open_port(struct ibv_device *device, hx_verbs_info_t *info, hx_verbs
     return false;
 }
 
+static void describe_port(struct ibv_device *device, hx_verbs_device_t *d, hx_verbs_port_t *out)
+{
+    bool iwarp = device->transport_type == IBV_TRANSPORT_IWARP;
+    char gid[INET6_ADDRSTRLEN] = "";
+    *out = (hx_verbs_port_t){.port = d->port_num, .gid_index = -1};
+    snprintf(out->device, sizeof out->device, "%.63s", ibv_get_device_name(device));
+    snprintf(out->state, sizeof out->state, "%.31s", iwarp ? "iWARP" : ibv_port_state_str(d->port.state));
+    out->mtu = 128u << d->port.active_mtu;
+    out->max_mtu = 128u << d->port.max_mtu;
+    bool found = choose_gid(d, -1);
+    out->usable = found && !iwarp && d->port.state == IBV_PORT_ACTIVE;
+    if (!found || !inet_ntop(AF_INET6, d->gid.raw, gid, sizeof gid))
+        return;
+    out->gid_index = d->gid_index;
+    snprintf(out->gid, sizeof out->gid, "%s", gid);
+}
+
+static size_t list_ports(hx_verbs_port_t *out, size_t max)
+{
+    int n = 0;
+    size_t count = 0;
+    struct ibv_device **list = ibv_get_device_list(&n);
+    for (int i = 0; list && i < n; i++) {
+        hx_verbs_device_t d = {.context = ibv_open_device(list[i])};
+        struct ibv_device_attr attr;
+        if (!d.context)
+            continue;
+        for (d.port_num = 1; !ibv_query_device(d.context, &attr) && d.port_num <= attr.phys_port_cnt; d.port_num++)
+            if (!ibv_query_port(d.context, d.port_num, &d.port) && count++ < max)
+                describe_port(list[i], &d, &out[count - 1]);
+        ibv_close_device(d.context);
+    }
+    if (list)
+        ibv_free_device_list(list);
+    return count;
+}
+
 static void close_device(hx_verbs_device_t *d)
 {
     if (d->channel)
@@ -151,6 +188,9 @@ static int open_device(hx_verbs_info_t *info, hx_verbs_device_t **device_p, char
         free(d);
         return ENODEV;
     }
+    d->timeout = info->timeout;
+    d->service_level = info->service_level;
+    d->traffic_class = info->traffic_class;
     d->pd = ibv_alloc_pd(d->context);
     d->channel = d->pd ? ibv_create_comp_channel(d->context) : NULL;
     int error = !d->channel ? errno : set_nonblocking(d->channel->fd);
@@ -244,8 +284,8 @@ static int create(hx_verbs_device_t *d, uint32_t depth, void *owner, hx_verbs_qp
     }
     q->psn &= 0xffffff;
     q->mtu = d->port.active_mtu;
-    *address = (hx_verbs_address_t){
-        .qpn = q->qp->qp_num, .psn = q->psn, .mtu = q->mtu, .reads = d->reads, .lid = d->port.lid};
+    *address =
+        (hx_verbs_address_t){.qpn = q->qp->qp_num, .psn = q->psn, .mtu = q->mtu, .reads = d->reads, .lid = d->port.lid};
     memcpy(address->gid, d->gid.raw, sizeof address->gid);
     *inline_p = d->inline_max;
     *qp_p = q;
@@ -265,7 +305,8 @@ static int connect_qp(hx_verbs_qp_t *q, const hx_verbs_address_t *peer)
         .ah_attr = {.is_global = 1,
                     .dlid = (uint16_t)peer->lid,
                     .port_num = d->port_num,
-                    .grh = {.sgid_index = (uint8_t)d->gid_index, .hop_limit = 64}},
+                    .sl = d->service_level,
+                    .grh = {.sgid_index = (uint8_t)d->gid_index, .traffic_class = d->traffic_class, .hop_limit = 64}},
     };
     memcpy(attr.ah_attr.grh.dgid.raw, peer->gid, sizeof peer->gid);
     int error = ibv_modify_qp(q->qp, &attr,
@@ -274,7 +315,7 @@ static int connect_qp(hx_verbs_qp_t *q, const hx_verbs_address_t *peer)
     struct ibv_qp_attr send = {
         .qp_state = IBV_QPS_RTS,
         .sq_psn = q->psn,
-        .timeout = TIMEOUT,
+        .timeout = d->timeout,
         .retry_cnt = RETRIES,
         .rnr_retry = RETRIES,
         .max_rd_atomic = (uint8_t)(peer->reads < d->reads ? peer->reads : d->reads),
@@ -409,6 +450,7 @@ __attribute__((visibility("default"))) const hx_verbs_table_t *hx_verbs_binding(
         .abi = HX_VERBS_ABI,
         .open = open_device,
         .close = close_device,
+        .ports = list_ports,
         .reg = reg,
         .dereg = dereg,
         .create = create,

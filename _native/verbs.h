@@ -11,6 +11,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "hx.h"
+
 #define HX_VERBS_ABI 1u
 #define HX_VERBS_NAME 64
 /* A registration begins at its address's offset in such a page: the kernel wants what its own pages give, which have 4 to
@@ -25,6 +27,7 @@ typedef struct {
     char device[HX_VERBS_NAME];                        /* NULL terminated; in: "" for the first that is active */
     int32_t port;                                      /* in: 0 for the first that is active */
     int32_t gid_index;                                 /* in: -1 to choose */
+    uint8_t timeout, service_level, traffic_class;     /* in: see hx_verbs_config_t */
     uint32_t max_wr, max_sge, max_sge_read, max_reads; /* reads: outstanding ones of a queue pair */
     uint64_t max_message;                              /* bytes */
     int32_t fd, async_fd, cmd_fd; /* of the completion channel; of asynchronous events; of the device */
@@ -61,6 +64,7 @@ typedef struct {
     uint32_t abi;
     int (*open)(hx_verbs_info_t *info, hx_verbs_device_t **device_p, char *text, size_t room);
     void (*close)(hx_verbs_device_t *device);
+    size_t (*ports)(hx_verbs_port_t *out, size_t max); /* how many there are */
     int (*reg)(hx_verbs_device_t *device, void *addr, uint64_t nbytes, bool local_write, bool remote_read,
                bool remote_write, hx_verbs_mr_t **mr_p, uint32_t *lkey_p, uint32_t *rkey_p);
     int (*dereg)(hx_verbs_mr_t *mr);

@@ -64,8 +64,8 @@ struct hx_vpeer {
      * end anew as well, their bytes may still arrive there. */
     bool limbo;
     uint32_t limbo_generation;
-    uint64_t keep_seq;           /* revocations up to here are kept by destroying this end */
-    _Atomic uint64_t kept_seq;  /* and are kept by now */
+    uint64_t keep_seq;                /* revocations up to here are kept by destroying this end */
+    _Atomic uint64_t kept_seq;        /* and are kept by now */
     uint32_t used, depth, inline_max; /* work requests in the send queue; bytes */
     hx_opq_t runq;
     hx_vreq_t *reqs_head, *reqs_tail;

@@ -191,6 +191,13 @@ hx_status_t hx_verbs_probe(const char *binding, char text[HX_TEXT_MAX])
     return HX_OK;
 }
 
+size_t hx_verbs_ports(const char *binding, hx_verbs_port_t *out, size_t max)
+{
+    char text[HX_TEXT_MAX];
+    const hx_verbs_table_t *lib = load(binding, text);
+    return lib ? lib->ports(out, max) : 0;
+}
+
 static hx_status_t open_verbs(hx_engine_t *engine, void **state_p, char text[HX_TEXT_MAX])
 {
     const hx_verbs_config_t *c = engine->config.verbs;
@@ -213,7 +220,11 @@ static hx_status_t open_verbs(hx_engine_t *engine, void **state_p, char text[HX_
     v->scratch = aligned_alloc(HX_VERBS_PAGE, 2 * HX_VERBS_PAGE);
     if (v->scratch)
         memset(v->scratch, 0, 2 * HX_VERBS_PAGE);
-    v->info = (hx_verbs_info_t){.port = c->port, .gid_index = c->gid_index};
+    v->info = (hx_verbs_info_t){.port = c->port,
+                                .gid_index = c->gid_index,
+                                .timeout = c->timeout,
+                                .service_level = c->service_level,
+                                .traffic_class = c->traffic_class};
     snprintf(v->info.device, sizeof v->info.device, "%s", c->device ? c->device : "");
     *state_p = v; /* whatever fails from here, stop() and close() find it */
     if (!v->reqs || !v->scratch || v->wake_fd < 0)

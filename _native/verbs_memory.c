@@ -63,7 +63,8 @@ static void run_adopt(hx_job_t *job)
     int error = !wanted ? ECANCELED : region->kind == HX_KIND_DEVICE ? EOPNOTSUPP : register_now(v, region);
     if (error && wanted)
         explain(text, region, error);
-    hx_region_adopted(region, error ? 0 : 1, error ? text : NULL); /* under the lock: forget_all() finds it held, or over */
+    hx_region_adopted(region, error ? 0 : 1,
+                      error ? text : NULL); /* under the lock: forget_all() finds it held, or over */
     pthread_mutex_unlock(&v->reg_mu);
 }
 

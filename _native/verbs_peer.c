@@ -335,9 +335,8 @@ size_t hx_verbs_introduce(hx_endpoint_t *ep, void *state, uint8_t *out, size_t m
 static bool plausible(const hx_verbs_intro_t *intro)
 {
     const hx_verbs_address_t *a = &intro->address;
-    return !intro->generation ||
-           (intro->generation < UINT32_MAX / 2 && intro->joined <= 1 && a->mtu && a->mtu <= 5 && a->reads &&
-            a->qpn <= 0xffffff && a->psn <= 0xffffff && a->lid <= 0xffff);
+    return !intro->generation || (intro->generation < UINT32_MAX / 2 && intro->joined <= 1 && a->mtu && a->mtu <= 5 &&
+                                  a->reads && a->qpn <= 0xffffff && a->psn <= 0xffffff && a->lid <= 0xffff);
 }
 
 /* What a peer says of an end does not change, but for its being joined; and no end comes back. */

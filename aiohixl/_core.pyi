@@ -61,6 +61,7 @@ def statuses() -> dict[int, str]: ...
 def providers() -> list[dict[str, str | bool]]: ...
 def hixl_probe(binding: bytes, library: bytes | None = None) -> tuple[bool, str]: ...
 def verbs_probe(binding: bytes) -> tuple[bool, str]: ...
+def verbs_ports(binding: bytes) -> list[tuple[str, int, str, bool, int, int, int, str]]: ...
 
 @type_check_only
 class _Hixl(TypedDict):
@@ -78,6 +79,9 @@ class _Verbs(TypedDict):
     device: bytes
     port: int
     gid_index: int
+    timeout: int
+    service_level: int
+    traffic_class: int
 
 @final
 class Engine:

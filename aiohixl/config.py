@@ -15,6 +15,7 @@ from aiohixl.errors import STATUS_ERRORS, ConfigError
 from aiohixl.hixl import OPTIONS as HIXL_OPTIONS
 from aiohixl.hixl import HixlConfig
 from aiohixl.verbs import OPTIONS as VERBS_OPTIONS
+from aiohixl.verbs import SHARED as VERBS_SHARED
 from aiohixl.verbs import VerbsConfig
 
 __all__ = ["FAULT_ACTIONS", "TRANSPORTS", "EngineConfig", "Fault", "parse_host_port"]
@@ -87,6 +88,7 @@ class EngineConfig:
     faults: tuple[Fault, ...] = ()
     verbs_device: str | None = None
     verbs_gid_index: int | None = None
+    verbs_timeout: float | None = None
     #: What the options for RDMA devices come to; None: without.
     verbs: VerbsConfig | None = field(default=None, init=False)
     #: What the options for HIXL come to; None: this engine has no NPU.
@@ -123,7 +125,8 @@ class EngineConfig:
         given = {key: options[key] for key in HIXL_OPTIONS if key in options}
         defaults = {f.name: f.default for f in fields(self)}
         # A default that is spelled out asks for nothing: no NPU is opened for it.
-        asked = [key for key, value in given.items() if not _is_same(value, defaults[key])]
+        shared = VERBS_SHARED if "verbs" in self.transports else ()
+        asked = [key for key, value in given.items() if key not in shared and not _is_same(value, defaults[key])]
         if "hixl" not in self.transports and not ("auto" in self.transports and asked):
             if asked:
                 raise self._stray(asked[0], "hixl")
@@ -136,6 +139,7 @@ class EngineConfig:
             if given:
                 raise self._stray(next(iter(given)), "verbs")
             return None
+        given |= {key: options[key] for key in VERBS_SHARED if options.get(key) is not None}
         if self.hixl is not None:
             raise ConfigError("transports: an engine has 'hixl' or 'verbs', not both")
         return VerbsConfig.build(given)

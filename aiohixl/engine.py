@@ -80,15 +80,18 @@ class Engine:
         handshake_timeout: seconds that a connection has to prove who it is.
         verbs_device, verbs_gid_index: the RDMA device, and its GID; default: the first that is active, and a GID that
             is routed.
+        verbs_timeout: seconds after which a transfer fails whose peer's device does not answer; default 0.5, and up to
+            four times that with some devices.
         npu_id: the Ascend NPU of this engine, default 0 with ``hixl``.
         link: ``hccs``, ``roce``, or ``auto``: HIXL chooses. Engines of one process go together in this.
-        traffic_class, service_level: of RoCE, 0 to 255 in steps of 4, and 0 to 7.
+        traffic_class, service_level: of RoCE, 0 to 255 (with ``hixl`` in steps of 4), and 0 to 7; also with ``verbs``.
         buffer_pool: ``"NUM:SIZE_MB"`` or ``(num, mb)``: HIXL's staging buffers; not with `fabric_mem`.
         fabric_mem: HIXL's fabric memory (A3 only).
         hixl_options: HIXL's own options by HIXL's names; ``LocalCommRes`` and ``GlobalResourceConfig`` also as dicts.
         hixl_address: ``ip:port`` for HIXL to listen on; default a free port where `address` is, or on the loopback.
         hixl_library: libcann_hixl.so or its directory; default ``ASCEND_HOME_PATH/lib64`` and the loader's path.
-        busy_poll: seconds up to 0.001 for which HIXL's thread spins for a completion before it sleeps; default 0.
+        busy_poll: seconds up to 0.001 for which an await, and HIXL's thread, spin for a completion before they sleep;
+            with ``hixl`` and ``verbs``; default 0.
         faults: a `aiohixl.testing.FaultPlan`; for tests.
 
     An engine belongs to the loop it was entered on. Posting is possible from any thread; everything else raises

@@ -81,7 +81,7 @@ class HixlConfig:
     @classmethod
     def build(cls, given: Mapping[str, Any]) -> HixlConfig:
         """From the options of `Engine` that are in `OPTIONS`; `ConfigError` for what HIXL would refuse."""
-        npu_id = 0 if given.get("npu_id") is None else _whole("npu_id", given["npu_id"], 0, 65535)
+        npu_id = 0 if given.get("npu_id") is None else check_whole("npu_id", given["npu_id"], 0, 65535)
         link = given.get("link", "auto")
         if link not in LINKS:
             raise ConfigError(f"link: one of {', '.join(LINKS)}, not {link!r}")
@@ -94,9 +94,6 @@ class HixlConfig:
         library = given.get("hixl_library")
         if library is not None and (not isinstance(library, str) or not library or "\0" in library):
             raise ConfigError(f"hixl_library: the path of libcann_hixl.so or of its directory, not {library!r}")
-        busy = given.get("busy_poll", 0.0)
-        if isinstance(busy, bool) or not isinstance(busy, int | float) or not 0 <= busy <= _MAX_BUSY_POLL:
-            raise ConfigError(f"busy_poll: seconds from 0 to {_MAX_BUSY_POLL}, not {busy!r}")
         return cls(
             npu_id=npu_id,
             link=family,
@@ -105,11 +102,17 @@ class HixlConfig:
             host=host,
             port=port,
             library=library,
-            busy_poll=float(busy),
+            busy_poll=check_busy_poll(given.get("busy_poll", 0.0)),
         )
 
 
-def _whole(name: str, value: object, low: int, high: int, step: int = 1) -> int:
+def check_busy_poll(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_BUSY_POLL:
+        raise ConfigError(f"busy_poll: seconds from 0 to {_MAX_BUSY_POLL}, not {value!r}")
+    return float(value)
+
+
+def check_whole(name: str, value: object, low: int, high: int, step: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high or value % step:
         steps = f" in steps of {step}" if step > 1 else ""
         raise ConfigError(f"{name}: a whole number from {low} to {high}{steps}, not {value!r}")
@@ -120,7 +123,7 @@ def _digits(name: str, value: object, low: int, high: int, step: int = 1) -> str
     """HIXL takes numbers as text."""
     if not isinstance(value, str) or not value.isascii() or not value.isdigit():
         raise ConfigError(f"{name}: a whole number as a str, such as {str(high - high % step)!r}, not {value!r}")
-    _whole(name, int(value), low, high, step)
+    check_whole(name, int(value), low, high, step)
     return value
 
 
@@ -138,7 +141,7 @@ def _pool(name: str, value: object) -> str:
         sizes = list(value) if isinstance(value, tuple | list) else [value]
     if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in sizes):
         raise ConfigError(f"{name}: 'NUM:SIZE_MB' or (num, size_mb), not {value!r}")
-    count, size = (_whole(name, n, 0, _MAX_POOL) for n in sizes)
+    count, size = (check_whole(name, n, 0, _MAX_POOL) for n in sizes)
     if (count == 0) != (size == 0):
         raise ConfigError(f"{name}: a number of buffers and MiB for each, or 0:0 for no pool, not {value!r}")
     return f"{count}:{size}"
@@ -151,9 +154,9 @@ _Collected = dict[str, tuple[str, dict[str, Any] | None]]
 def _collect(given: Mapping[str, Any]) -> _Collected:
     options: _Collected = {}
     if given.get("traffic_class") is not None:
-        options["RdmaTrafficClass"] = str(_whole("traffic_class", given["traffic_class"], 0, 255, 4)), None
+        options["RdmaTrafficClass"] = str(check_whole("traffic_class", given["traffic_class"], 0, 255, 4)), None
     if given.get("service_level") is not None:
-        options["RdmaServiceLevel"] = str(_whole("service_level", given["service_level"], 0, 7)), None
+        options["RdmaServiceLevel"] = str(check_whole("service_level", given["service_level"], 0, 7)), None
     if given.get("buffer_pool") is not None:
         options["BufferPool"] = _pool("buffer_pool", given["buffer_pool"]), None
     if "fabric_mem" in given:

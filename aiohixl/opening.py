@@ -97,6 +97,9 @@ def _verbs(config: EngineConfig) -> Any:
         "device": (wanted.device or "").encode(),
         "port": 0,
         "gid_index": -1 if wanted.gid_index is None else wanted.gid_index,
+        "timeout": wanted.timeout,
+        "service_level": wanted.service_level,
+        "traffic_class": wanted.traffic_class,
     }
 
 

@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "hixl": {"hixl_json"},
     "links": set(),
     "npu": set(),
-    "config": {"hixl"},
+    "verbs": {"hixl"},
+    "config": {"hixl", "verbs"},
     "wire": set(),
     "blocks": set(),
     "buffers": set(),
@@ -58,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "membership": {"config"},
     "registry": {"_core", "buffers", "completion", "events", "kv", "kvcache", "npu", "region"},
     "connector": {"_core", "address", "completion", "hixl", "offloop", "peer", "rawpeer", "remote"},
-    "opening": {"_core", "config", "hixl", "links", "offloop"},
+    "opening": {"_core", "config", "hixl", "links", "offloop", "verbs"},
     "engine": {
         *("_core", "address", "completion", "config", "connector", "copies", "events", "forks", "kvcache", "links"),
         *("membership", "notes", "notifies", "offloop", "opening", "peer", "rawpeer", "region", "registry", "remote"),
@@ -84,7 +85,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # On top; nobody below imports these.
     "testing": {"aiohixl", "_core", "config", "engine", "peer", "region", "transfer"},
-    "doctor": {"aiohixl", "_core", "config", "hixl"},
+    "doctor": {"aiohixl", "_core", "config", "hixl", "verbs"},
     "demo": {"aiohixl", "doctor"},
     "probe_command": {"advice", "aiohixl", "probe"},
     "cli": {"aiohixl", "_core", "advice", "demo", "doctor", "probe_command", "rendezvous", "testing"},

@@ -20,6 +20,7 @@ from typing import Any
 from aiohixl import __version__
 from aiohixl.config import TRANSPORTS
 from aiohixl.doctor import trials
+from aiohixl.doctor.rdma import Port, ports
 from aiohixl.hixl import BINDING
 from aiohixl.verbs import BINDING as VERBS_BINDING
 
@@ -212,12 +213,20 @@ def machine() -> dict[str, Any]:
     }
 
 
+def _ports() -> list[dict[str, Any]]:
+    try:
+        return [asdict(port) for port in ports()]
+    except (ImportError, AttributeError):  # the core cannot be loaded, which is said elsewhere
+        return []
+
+
 def examine() -> dict[str, Any]:
     """Everything, ready for JSON. ``ok`` is true if at least one provider is usable."""
     providers = _providers()
     return {
         "ok": any(provider.usable for provider in providers),
         "providers": [asdict(provider) for provider in providers],
+        "rdma_ports": _ports(),
         "kernel": [asdict(check) for check in _kernel_checks()],
         "machine": machine(),
         "executable": sys.executable,
@@ -235,6 +244,11 @@ def render(found: dict[str, Any]) -> str:
         lines.append(f"  {provider['name']:<6} {word}  {provider['reason']}")
         if provider["remedy"]:
             lines.append(f"{'':<17}to get it: {provider['remedy']}")
+    if found["rdma_ports"]:
+        lines += ["", "RDMA ports"]
+    for entry in found["rdma_ports"]:
+        port = Port(**entry)
+        lines.append(f"  {port.device + ' port ' + str(port.port):<20} {'ok ' if port.usable else 'NO '} {port}")
     lines += ["", "kernel"]
     for check in found["kernel"]:
         word = {True: "ok", False: "NO", None: ""}[check["ok"]]
