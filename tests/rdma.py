@@ -17,3 +17,8 @@ else:
 needs_device = pytest.mark.skipif(
     not USABLE, reason=f"{SAYS}: `make test-rdma` runs this in a virtual machine with RDMA in software"
 )
+#: The virtual machine says that its devices are nobody else's.
+own_machine = pytest.mark.skipif(
+    "RDMAVM" not in os.environ,
+    reason="it needs RDMA devices that are nobody else's: `make test-rdma` runs it in a machine of its own",
+)

@@ -59,8 +59,9 @@ class Pipe:
                         await loop.sock_sendall(sink, data[: max(0, room)])
                         self.cut(reset=self.proxy.reset)
                         return
-                if self.proxy.tamper is not None and self.data:
-                    data = self.proxy.tamper(self, way, data)
+                tamper = self.proxy.tamper if self.data else self.proxy.tamper_control
+                if tamper is not None:
+                    data = tamper(self, way, data)
                 self.passed[way] += len(data)
                 await loop.sock_sendall(sink, data)
         self.cut()
@@ -87,7 +88,7 @@ class Pipe:
 
 class Proxy:
     """``cut_after``: the next data connection that has carried so many bytes in one direction is cut there, once.
-    ``tamper``: what becomes of a piece of a data connection. ``going``: cleared, nothing moves. ``hold``: data
+    ``tamper``, ``tamper_control``: what becomes of a piece of a data connection, of a control link. ``going``: cleared, nothing moves. ``hold``: data
     connections wait for it. ``refusing``: whoever connects from now on is turned away, and counted in ``refused``."""
 
     def __init__(self) -> None:
@@ -99,6 +100,7 @@ class Proxy:
         self.reset = False
         self.cuts = 0
         self.tamper: Tamper | None = None
+        self.tamper_control: Tamper | None = None
         self.refusing = False
         self.refused = 0
         self._listener = socket.create_server((FRONT, 0))

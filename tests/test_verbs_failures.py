@@ -15,17 +15,13 @@ import numpy as np
 import pytest
 from conftest import Start
 from processes import child, until
-from rdma import needs_device
+from rdma import needs_device, own_machine
 
 import aiohixl
 
 pytestmark = needs_device
 
 MIB = 1 << 20
-#: Set by the virtual machine, whose devices are nobody else's.
-own_machine = pytest.mark.skipif(
-    "RDMAVM" not in os.environ, reason="it takes the RDMA device away: `make test-rdma` runs it in a machine of its own"
-)
 
 
 async def pair(
