@@ -88,8 +88,9 @@ class Pipe:
 
 class Proxy:
     """``cut_after``: the next data connection that has carried so many bytes in one direction is cut there, once.
-    ``tamper``, ``tamper_control``: what becomes of a piece of a data connection, of a control link. ``going``: cleared, nothing moves. ``hold``: data
-    connections wait for it. ``refusing``: whoever connects from now on is turned away, and counted in ``refused``."""
+    ``tamper``, ``tamper_control``: what becomes of a piece of a data connection, of a control link. ``going``: cleared,
+    nothing moves. ``hold``: data connections wait for it. ``refusing``: whoever connects from now on is turned away,
+    and counted in ``refused``."""
 
     def __init__(self) -> None:
         self.pipes: list[Pipe] = []
