@@ -21,6 +21,7 @@ from conftest import Start
 from ground import Ground
 
 import aiohixl
+from aiohixl.config import EngineConfig
 
 
 @pytest_asyncio.fixture
@@ -225,13 +226,20 @@ def test_options_of_a_transport_that_is_not_there(option: dict[str, Any]) -> Non
         ({"verbs_gid_index": -1}, "a whole number from 0 to 255"),
         ({"verbs_gid_index": 256}, "a whole number from 0 to 255"),
         ({"verbs_gid_index": True}, "a whole number from 0 to 255"),
+        ({"verbs_timeout": 0}, "seconds from 0.001 to 60"),
+        ({"verbs_timeout": 61}, "seconds from 0.001 to 60"),
+        ({"verbs_timeout": float("nan")}, "seconds from 0.001 to 60"),
+        ({"verbs_timeout": "1"}, "seconds from 0.001 to 60"),
+        ({"traffic_class": 256}, "a whole number from 0 to 255"),
+        ({"service_level": 8}, "a whole number from 0 to 7"),
+        ({"busy_poll": 1.0}, "seconds from 0 to 0.001"),
     ],
     ids=str,
 )
 def test_options_of_rdma_devices(option: dict[str, Any], why: str) -> None:
     with pytest.raises(aiohixl.ConfigError, match=rf"{next(iter(option))}: {why}"):
         aiohixl.Engine("x", transports=["verbs"], **option)
-    with pytest.raises(aiohixl.ConfigError, match=r"an option of the transport 'verbs'"):
+    with pytest.raises(aiohixl.ConfigError, match=r"an option of the transport '(verbs|hixl)'"):
         aiohixl.Engine("x", transports=["tcp"], **option)
 
 
@@ -552,3 +560,14 @@ def test_streams(streams: object) -> None:
 def test_checksum(checksum: object) -> None:
     with pytest.raises(aiohixl.ConfigError, match="checksum: True or False"):
         aiohixl.Engine("x", checksum=checksum)
+
+
+def test_options_of_verbs_as_the_device_gets_them() -> None:
+    options = {"verbs_timeout": 0.5, "traffic_class": 106, "service_level": 3, "busy_poll": 0.0002}
+    config = EngineConfig.build("x", {"transports": ["verbs"], **options})
+    assert config.verbs is not None
+    assert config.hixl is None
+    assert (config.verbs.traffic_class, config.verbs.service_level) == (106, 3)
+    # Seven attempts of 4.096 us x 2^n each: the n that fits, and the next one would not.
+    n = config.verbs.timeout
+    assert 7 * 4.096e-6 * 2**n <= 0.5 < 7 * 4.096e-6 * 2 ** (n + 1)
