@@ -24,7 +24,7 @@ REQ := requirements
 .DELETE_ON_ERROR:
 .SECONDARY:
 RDMAVM := PATH="$(abspath $(BIN)):$$PATH" tests/rdmavm/run.sh
-.PHONY: help demo test test-rdma check format native fuzz soak bench build dist clean
+.PHONY: help demo test test-rdma check format native fuzz soak bench bench-rdma build dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,12 @@ format: $(VENV)/.check ## rewrite the sources in the form that check wants
 
 bench: build $(VENV)/.test $(if $(HAVE_CXX),hixl-standin) ## the benchmarks (BENCH_ARGS)
 	$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
+
+# In the machine of test-rdma, of which /usr is this one's: gcc and perftest too.
+bench-rdma: $(VENV)/.test ## the benchmark of verbs, in a virtual machine with RDMA in software (BENCH_ARGS)
+	tests/rdmavm/run.sh --build
+	$(MAKE) build
+	$(RDMAVM) -t 300 -e PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/bench.py --verbs $(BENCH_ARGS)
 
 # distutils looks at the files' times itself, so this takes a second when nothing changed.
 build: $(VENV)/.editable ## build the extension in place

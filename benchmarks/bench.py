@@ -24,6 +24,7 @@ from typing import Any
 
 import bench_hixl
 import bench_tcp
+import bench_verbs
 import numpy as np
 import uvloop
 from figures import show
@@ -216,6 +217,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--hixl", action="store_true", help="what awaiting costs with HIXL, over the stand-in")
     parser.add_argument("--tcp", action="store_true", help="the tcp transport beside plain C on TCP sockets")
+    parser.add_argument("--verbs", action="store_true", help="the verbs transport beside ib_write_bw and plain C")
     bench_hixl.add_arguments(parser)
     bench_tcp.add_arguments(parser)
     args = parser.parse_args()
@@ -223,6 +225,8 @@ def main() -> int:
         return bench_hixl.run(args)
     if args.tcp or args.netns:
         return bench_tcp.run(args)
+    if args.verbs:
+        return bench_verbs.run(args)
     if args.peer:
         uvloop.run(peer_main())
         return 0

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,12 @@ def layouts() -> dict[str, tuple[int, int]]:
 class Player:
     """A process that does its part for each line it is sent, and answers with a line."""
 
-    def __init__(self, stack: ExitStack, command: list[str], *, spins: bool = False) -> None:
+    def __init__(
+        self, stack: ExitStack, command: list[str], *, spins: bool = False, pass_fds: Sequence[int] = ()
+    ) -> None:
         self.spins = spins
         self.process = stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=pass_fds)
         )
         stack.callback(self.end)
 
