@@ -134,18 +134,38 @@ static void count_out(hx_op_t *op)
     atomic_fetch_add(&engine->n_bytes, atomic_load(&op->moved));
 }
 
-void hx_op_complete(hx_op_t *op, hx_status_t status)
+/* False: its number is in the ring already, where the consumer will read the final record. */
+static bool conclude(hx_op_t *op, hx_status_t status)
 {
-    hx_engine_t *engine = op->ep->engine;
     uint32_t gen = atomic_load(&op->gen);
     op->status = status;
     atomic_store(&op->stage, HX_STAGE_DONE);
     count_out(op);
     uint64_t before = atomic_exchange(&op->report, report_word(gen, HX_REPORT_FINAL));
-    if ((before & 3) == HX_REPORT_EARLY)
-        return; /* its number is in the ring already; the consumer will read the final record */
+    return (before & 3) != HX_REPORT_EARLY;
+}
+
+void hx_op_complete(hx_op_t *op, hx_status_t status)
+{
+    hx_engine_t *engine = op->ep->engine;
+    if (!conclude(op, status))
+        return;
     hx_ring_push(&engine->completed, op->index);
     hx_doorbell(engine);
+}
+
+/* It has ended well within its post: instead of a record, its poster hears how long it took. */
+static bool end_within_post(hx_op_t *op, uint64_t *elapsed_ns_p)
+{
+    hx_engine_t *engine = op->ep->engine;
+    op->done_ns = hx_now_ns();
+    *elapsed_ns_p = op->done_ns - op->posted_ns;
+    let_go(op, op->nparts);
+    if (!conclude(op, HX_OK))
+        return false;
+    atomic_fetch_add_explicit(&engine->n_inlined, 1, memory_order_relaxed);
+    hx_op_release(op);
+    return true;
 }
 
 void hx_op_report_early(hx_engine_t *engine, hx_op_t *op, uint32_t gen)
@@ -400,11 +420,21 @@ static hx_status_t choose_provider(hx_op_t *op)
     return op->after && !op->provider->orders_after ? HX_ERR_CONFIG : HX_OK;
 }
 
+/* True: no record will follow. */
+static bool submit(hx_op_t *op, uint64_t *elapsed_ns_p)
+{
+    if (!op->note && op->provider->submit_now)
+        return op->provider->submit_now(op) && end_within_post(op, elapsed_ns_p);
+    op->provider->submit(op);
+    return false;
+}
+
 static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t *handle_p, uint64_t *index_p,
                              bool *done_p)
 {
     hx_engine_t *engine = ep->engine;
     size_t ndescs = 0;
+    uint64_t elapsed_ns;
     uint32_t index;
     hx_status_t status;
 
@@ -467,8 +497,10 @@ static hx_status_t post_open(hx_endpoint_t *ep, const hx_post_t *post, uint64_t 
     hx_control_arm_tick(engine);
     if (!op->provider)
         hx_op_finish(op, HX_OK); /* no bytes: a note, or an empty list */
-    else if (!hx_fault_submit(op))
-        op->provider->submit(op);
+    else if (!hx_fault_submit(op) && submit(op, &elapsed_ns)) {
+        *done_p = true;
+        *handle_p = elapsed_ns;
+    }
     return HX_OK;
 }
 

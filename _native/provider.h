@@ -34,6 +34,8 @@ struct hx_provider {
                          char text[HX_TEXT_MAX]);
     /* Completes it on the posting thread if that is small and cannot wait. False, or no such hook: submit it. */
     bool (*try_inline)(hx_op_t *op);
+    /* As submit; true: it has ended well already, and nobody else knows. Without a note. */
+    bool (*submit_now)(hx_op_t *op);
     void (*submit)(hx_op_t *op);
     /* Takes in, on the thread that drains, what can be had without waiting. True: there was something. */
     bool (*assist)(hx_engine_t *engine, void *state);

@@ -92,6 +92,7 @@ struct hx_verbs {
     _Atomic bool awake;
     hx_vpeer_t *peers;
     hx_vreq_t *reqs, *free_reqs;
+    size_t nreqs; /* in use */
     uint8_t *scratch; /* two pages: what peers read to flush; where our flushes go */
     hx_verbs_mr_t *scratch_mr[2];
     uint32_t flush_rkey, sink_lkey;
@@ -116,6 +117,7 @@ void hx_verbs_gone(hx_verbs_t *v);      /* the device, of which nothing is asked
 
 /* verbs_post.c; under mu, but for submit */
 void hx_verbs_submit(hx_op_t *op);
+bool hx_verbs_submit_now(hx_op_t *op);
 bool hx_verbs_take_posts(hx_verbs_t *v);
 /* `small`: on a thread that others wait for; large lists are left to the provider's. */
 void hx_verbs_pump(hx_vpeer_t *p, bool small, hx_vdone_t *done);

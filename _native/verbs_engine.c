@@ -416,6 +416,7 @@ const hx_provider_t hx_provider_verbs = {
     .close = close_verbs,
     .route = route,
     .submit = hx_verbs_submit,
+    .submit_now = hx_verbs_submit_now,
     .assist = assist,
     .overdue = hx_verbs_overdue,
     .tick = tick,

@@ -19,6 +19,7 @@ static hx_vreq_t *new_req(hx_vpeer_t *p, hx_op_t *op)
     if (!r)
         return NULL;
     v->free_reqs = r->next;
+    v->nreqs++;
     r->op = op;
     r->peer = p;
     r->next = NULL;
@@ -39,6 +40,7 @@ static void unlist(hx_vreq_t *r)
     r->op = NULL;
     r->next = p->v->free_reqs;
     p->v->free_reqs = r;
+    p->v->nreqs--;
 }
 
 /* A queue pair works in order, so only the oldest can stall. */
@@ -293,6 +295,19 @@ static void complete(hx_vpeer_t *p, const hx_verbs_wc_t *wc, hx_vdone_t *done)
         hx_op_fail(r->op, meaning == HX_VERBS_ACCESS ? HX_ERR_REMOTE_ACCESS : HX_ERR_CONNECTION, 0, wc->status, text);
 }
 
+static void collect(hx_vpeer_t *p, hx_vdone_t *done)
+{
+    hx_verbs_wc_t list[32];
+    for (int n; p->qp && (n = p->v->lib->poll(p->qp, list, 32)) != 0;) {
+        if (n < 0) {
+            hx_verbs_fail(p, "its completions cannot be read");
+            break;
+        }
+        for (int i = 0; i < n; i++)
+            complete(p, &list[i], done);
+    }
+}
+
 bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_vdone_t *done)
 {
     bool any = false;
@@ -300,19 +315,13 @@ bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_vdone_t *done)
     int got = 0;
     for (int budget = small ? 16 : 256; budget-- && !v->gone && (got = v->lib->event(v->device, &owner)) > 0;) {
         hx_vpeer_t *p = owner;
-        hx_verbs_wc_t list[32];
         any = true;
-        for (int n; p->qp && (n = v->lib->poll(p->qp, list, 32)) != 0;) {
-            if (n < 0) {
-                hx_verbs_fail(p, "its completions cannot be read");
-                break;
-            }
-            for (int i = 0; i < n; i++)
-                complete(p, &list[i], done);
-        }
+        collect(p, done);
         hx_verbs_pump(p, small, done);
         if (p->failed)
             hx_verbs_wake(v);
+        if (!v->nreqs)
+            break; /* nothing is with the device: a look for another event would find none, or one about nothing */
     }
     if (got < 0)
         hx_verbs_gone(v);
@@ -333,18 +342,36 @@ bool hx_verbs_take_posts(hx_verbs_t *v)
     return any;
 }
 
-void hx_verbs_submit(hx_op_t *op)
+static bool take_out(hx_vdone_t *done, const hx_op_t *op)
+{
+    for (hx_op_t **at = &done->head; *at; at = &(*at)->next)
+        if (*at == op) {
+            *at = op->next;
+            return true;
+        }
+    return false;
+}
+
+static bool submit(hx_op_t *op, bool look)
 {
     hx_vpeer_t *p = op->ep->verbs;
     hx_verbs_t *v = p->v;
     hx_vdone_t done = {NULL};
-    bool wake = true;
+    bool wake = true, ended = false;
     op->queued = true;
     if (pthread_mutex_trylock(&v->mu) == 0) {
         hx_opq_push(&p->runq, op);
         hx_verbs_pump(p, true, &done);
+        if (look && !op->queued && op->requests)
+            collect(p, &done);
         wake = p->runq.head != NULL || p->failed;
         pthread_mutex_unlock(&v->mu);
+        ended = look && take_out(&done, op);
+        if (ended && hx_op_verdict(op) != HX_OK) { /* it has ended, but not well */
+            op->next = done.head;
+            done.head = op;
+            ended = false;
+        }
         hx_verbs_finish(&done);
     } else {
         pthread_mutex_lock(&v->inbox_mu);
@@ -353,4 +380,17 @@ void hx_verbs_submit(hx_op_t *op)
     }
     if (wake)
         hx_verbs_wake(v);
+    return ended;
+}
+
+void hx_verbs_submit(hx_op_t *op)
+{
+    submit(op, false);
+}
+
+/* Where both ends are on this machine, and with devices in software, it has ended when the device has been told: then there is
+ * nothing to wake for. Elsewhere the look costs a read of memory. */
+bool hx_verbs_submit_now(hx_op_t *op)
+{
+    return submit(op, true);
 }
