@@ -168,7 +168,9 @@ build/native/$1/core/%.o: _native/%.c $$(HEADERS) Makefile
 	$$(CC) $$(NATIVE_CFLAGS) -fsanitize=$1 -c $$< -o $$@
 build/native/$1/%: tests/native/%.c $$(CORE:_native/%.c=build/native/$1/core/%.o) $$(HEADERS) Makefile
 	@mkdir -p $$(@D)
-	$$(CC) $$(NATIVE_CFLAGS) -fsanitize=$1 $$< $$(filter %.o,$$^) -ldl -o $$@
+	$$(CC) $$(NATIVE_CFLAGS) -fsanitize=$1 $$< $$(filter %.o,$$^) $$(NATIVE_LDFLAGS) -ldl -o $$@
+# They export the double of the library's binding, and open themselves for it.
+build/native/$1/test_verb%: NATIVE_LDFLAGS := -rdynamic
 endef
 $(foreach s,$(SANITIZERS),$(eval $(call SANITIZED,$s)))
 

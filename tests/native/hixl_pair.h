@@ -17,15 +17,6 @@
 enum { NBYTES = 1 << 20 };
 static uint8_t *here, *there; /* 4 * NBYTES each */
 
-/* As WAIT, for what no bell announces. */
-#define SOON(condition)                          \
-    do {                                         \
-        double end_ = seconds() + PATIENCE;      \
-        while (!(condition) && seconds() < end_) \
-            pump_all(1);                         \
-        CHECK(condition);                        \
-    } while (0)
-
 /* ---- the stand-in ---- */
 
 typedef struct {
@@ -139,30 +130,6 @@ static inline void open_pair(side_t *a, side_t *b)
     open_hixl(a, "hixl-a", 0);
     open_hixl(b, "hixl-b", 1);
     link_up(a, b);
-}
-
-static inline hx_region_t *lend_and_wait(side_t *s, void *memory, uint64_t nbytes, const char *name)
-{
-    uint32_t usable = s->usable;
-    hx_region_t *r = lend(s, memory, nbytes, HX_ACCESS_READ | HX_ACCESS_WRITE, name);
-    WAIT(s->usable > usable);
-    return r;
-}
-
-static inline void deregister(side_t *s, hx_region_t *region, uint64_t token, uint32_t status)
-{
-    CHECK_EQ(hx_region_deregister(region, token), HX_OK);
-    WAIT(s->done[token].count == 1);
-    CHECK_EQ(s->done[token].status, status);
-    hx_region_unref(region);
-}
-
-static inline bool all_are(const uint8_t *memory, size_t n, uint8_t value)
-{
-    size_t i = 0;
-    while (i < n && memory[i] == value)
-        i++;
-    return i == n;
 }
 
 #endif

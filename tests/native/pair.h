@@ -190,6 +190,15 @@ static inline void pump_all(int ms)
         CHECK(condition);                        \
     } while (0)
 
+/* As WAIT, for what no bell announces. */
+#define SOON(condition)                          \
+    do {                                         \
+        double end_ = seconds() + PATIENCE;      \
+        while (!(condition) && seconds() < end_) \
+            pump_all(1);                         \
+        CHECK(condition);                        \
+    } while (0)
+
 static inline hx_config_t config_of(const char *name)
 {
     static uint8_t serial;
@@ -312,6 +321,30 @@ static inline void fill(void *memory, size_t n, uint64_t seed)
     uint64_t state = seed | 1;
     for (size_t i = 0; i < n; i++)
         ((uint8_t *)memory)[i] = (uint8_t)(draw(&state) >> 32);
+}
+
+static inline hx_region_t *lend_and_wait(side_t *s, void *memory, uint64_t nbytes, const char *name)
+{
+    uint32_t usable = s->usable;
+    hx_region_t *r = lend(s, memory, nbytes, HX_ACCESS_READ | HX_ACCESS_WRITE, name);
+    WAIT(s->usable > usable);
+    return r;
+}
+
+static inline void deregister(side_t *s, hx_region_t *region, uint64_t token, uint32_t status)
+{
+    CHECK_EQ(hx_region_deregister(region, token), HX_OK);
+    WAIT(s->done[token].count == 1);
+    CHECK_EQ(s->done[token].status, status);
+    hx_region_unref(region);
+}
+
+static inline bool all_are(const uint8_t *memory, size_t n, uint8_t value)
+{
+    size_t i = 0;
+    while (i < n && memory[i] == value)
+        i++;
+    return i == n;
 }
 
 /* ---- posting ---- */
