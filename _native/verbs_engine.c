@@ -104,12 +104,12 @@ static void warn(hx_verbs_t *v, const char *what)
 static void *run(void *arg)
 {
     hx_verbs_t *v = arg;
-    bool refill = false;
+    bool refill = false, gone = false, stopping; /* as they were under mu: others set them */
     int timeout = -1;
     for (;;) {
         /* Completions are the draining thread's, unless there is more to post than fits. */
         struct pollfd fds[3] = {{v->wake_fd, POLLIN, 0}, {v->info.async_fd, POLLIN, 0}, {v->info.fd, POLLIN, 0}};
-        poll(fds, v->gone ? 1 : refill ? 3 : 2, timeout);
+        poll(fds, gone ? 1 : refill ? 3 : 2, timeout);
         hx_vdone_t done = {NULL};
         uint64_t count, now = hx_now_ns(), due = 0;
         char text[128];
@@ -149,8 +149,10 @@ static void *run(void *arg)
             standing |= !hx_verbs_quiet(p);
             refill |= p->usable && p->runq.head && p->reqs_head;
         }
-        bool let_go = v->gone && v->device && !standing; /* or whoever takes the device away waits for us */
-        bool over = v->stopping && !live && !hx_verbs_take_posts(v);
+        gone = v->gone;
+        stopping = v->stopping;
+        bool let_go = gone && v->device && !standing; /* or whoever takes the device away waits for us */
+        bool over = stopping && !live && !hx_verbs_take_posts(v);
         pthread_mutex_unlock(&v->mu);
         hx_verbs_finish(&done);
         forget_released(v, false);
@@ -158,7 +160,7 @@ static void *run(void *arg)
             hx_verbs_forget_all(v);
         if (over)
             return NULL;
-        timeout = v->stopping ? 1 : !due ? -1 : due <= now ? 0 : (int)((due - now + 999999) / 1000000);
+        timeout = stopping ? 1 : !due ? -1 : due <= now ? 0 : (int)((due - now + 999999) / 1000000);
     }
 }
 
