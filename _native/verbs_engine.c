@@ -104,7 +104,8 @@ static void warn(hx_verbs_t *v, const char *what)
 static void *run(void *arg)
 {
     hx_verbs_t *v = arg;
-    bool refill = false, gone = false, stopping; /* as they were under mu: others set them */
+    bool refill = false, forgot = false;
+    bool gone = false, stopping; /* as they were under mu: others set them */
     int timeout = -1;
     for (;;) {
         /* Completions are the draining thread's, unless there is more to post than fits. */
@@ -151,13 +152,14 @@ static void *run(void *arg)
         }
         gone = v->gone;
         stopping = v->stopping;
-        bool let_go = gone && v->device && !standing; /* or whoever takes the device away waits for us */
+        bool let_go = gone && !forgot && !standing; /* or whoever takes the device away waits for us */
         bool over = stopping && !live && !hx_verbs_take_posts(v);
         pthread_mutex_unlock(&v->mu);
         hx_verbs_finish(&done);
         forget_released(v, false);
         if (let_go)
             hx_verbs_forget_all(v);
+        forgot |= let_go;
         if (over)
             return NULL;
         timeout = stopping ? 1 : !due ? -1 : due <= now ? 0 : (int)((due - now + 999999) / 1000000);
@@ -273,7 +275,7 @@ static void stop(hx_engine_t *engine, void *state)
         pthread_join(v->thread, NULL);
     }
     forget_released(v, true);
-    if (v->device && !v->gone)
+    if (!v->gone && v->device) /* if it is gone, the setup thread may be closing it */
         epoll_ctl(engine->epoll_fd, EPOLL_CTL_DEL, v->info.fd, NULL);
     for (const hx_vpeer_t *p = v->peers; p; p = p->next)
         engine->stuck_peers += p->stuck;
@@ -344,7 +346,7 @@ static uint64_t tick(hx_engine_t *engine, void *state, uint64_t now)
     (void)now;
     if (pthread_mutex_trylock(&v->mu) != 0)
         return 0;
-    if (!v->stopping && v->device)
+    if (!v->stopping)
         hx_verbs_drain(v, false, &done);
     pthread_mutex_unlock(&v->mu);
     hx_verbs_finish(&done);

@@ -326,8 +326,9 @@ size_t hx_verbs_introduce(hx_endpoint_t *ep, void *state, uint8_t *out, size_t m
         n = sizeof p->mine;
         memcpy(out, &p->mine, n);
     }
+    bool missing = p && !p->qp;
     pthread_mutex_unlock(&v->mu);
-    if (p && !p->qp)
+    if (missing)
         hx_verbs_wake(v);
     return n;
 }
