@@ -237,7 +237,7 @@ static void test_memory_that_is_not_taken(void)
 {
     pair_t p;
     open_pair(&p);
-    TELL(p.da, k->reg_fails = 1);
+    TELL(p.da, to->reg_fails = 1);
     hx_region_t *bad = lend(&p.a, here + NBYTES, 4096, RW, NULL);
     WAIT(p.a.unusable == 1);
     CHECK_EQ(post_one(&p.a, HX_WRITE, 1, bad, 0, p.t, 0, 64, NULL), HX_ERR_REGION_CLOSED);

@@ -108,13 +108,13 @@ static struct {
          .max_sge_read = 16,
          .max_message = 1ull << 31};
 
-#define TELL(device, statement)               \
-    do {                                      \
-        pthread_mutex_lock(&net.mu);          \
-        double_knobs_t *k = &(device)->knobs; \
-        (void)k;                              \
-        statement;                            \
-        pthread_mutex_unlock(&net.mu);        \
+#define TELL(device, statement)                \
+    do {                                       \
+        pthread_mutex_lock(&net.mu);           \
+        double_knobs_t *to = &(device)->knobs; \
+        (void)to;                              \
+        statement;                             \
+        pthread_mutex_unlock(&net.mu);         \
     } while (0)
 
 _Noreturn static inline void break_off(const char *what, const char *device)
@@ -700,13 +700,13 @@ static inline size_t carry(hx_verbs_device_t *d, size_t n)
 
 static inline void hold_back(hx_verbs_device_t *d)
 {
-    TELL(d, k->held = true);
+    TELL(d, to->held = true);
 }
 
 /* All that was held, and what comes from now on. */
 static inline void let_go(hx_verbs_device_t *d)
 {
-    TELL(d, k->held = false);
+    TELL(d, to->held = false);
     carry(d, SIZE_MAX);
 }
 
