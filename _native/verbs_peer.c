@@ -131,6 +131,11 @@ static void down(hx_vpeer_t *p, const char *why, bool gone, hx_vdone_t *done)
     if (error) { /* its device may touch our memory still: nobody is told that it does not */
         snprintf(p->why, sizeof p->why, "the queue pair cannot be destroyed: %.80s", strerror(error));
         p->stuck = v->engine->abandoned = true;
+        for (const hx_vreq_t *r = p->reqs_head; r; r = r->next) { /* nor is anybody to wait for that for ever */
+            uint32_t gen = atomic_load(&r->op->gen);
+            hx_op_cancel_as(r->op, gen, HX_ERR_CONNECTION);
+            hx_op_report_early(v->engine, r->op, gen);
+        }
         return;
     }
     if (seq > atomic_load(&p->kept_seq))
