@@ -514,7 +514,7 @@ struct hx_engine {
     struct hx_known *known; /* newest epoch seen under each name; control thread only */
     void *provider_state[4];
     uint32_t provider_open;  /* bit set: may be used */
-    bool abandoned;          /* a library's call does not return: nothing of this engine may be freed */
+    _Atomic bool abandoned;  /* a library's call does not return: nothing of this engine may be freed */
     pthread_mutex_t stop_mu; /* held while threads are joined */
     pthread_mutex_t fault_mu;
     hx_op_t *fault_held; /* under fault_mu */
