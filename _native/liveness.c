@@ -155,7 +155,7 @@ bool hx_live_anything_pending(hx_engine_t *engine)
         if (link->state != HX_LINK_UP)
             return true;
     for (hx_endpoint_t *ep = c->endpoints; ep; ep = ep->next)
-        if (pending(ep) || atomic_load(&ep->state) == HX_EP_LOST)
+        if (pending(ep) || ep->bye_ns || atomic_load(&ep->state) == HX_EP_LOST) /* the goodbye has its time */
             return true;
     return false;
 }
