@@ -164,12 +164,18 @@ class RemoteEngine:
     #: The same as `read`: every post may be made from any thread. Off the loop a full queue is a `QueueFullError`.
     post_read = read
 
-    def _one(self, kind: str, local: Any, remote: Any, note: bytes | None, topic: bytes, after: Any) -> Transfer:
-        if any_open():
-            return scoped(self, lambda: self._one_now(kind, local, remote, note, topic, after))
-        return self._one_now(kind, local, remote, note, topic, after)
-
-    def _one_now(self, kind: str, local: Any, remote: Any, note: bytes | None, topic: bytes, after: Any) -> Transfer:
+    def _one(
+        self,
+        kind: str,
+        local: Any,
+        remote: Any,
+        note: bytes | None,
+        topic: bytes,
+        after: Any,
+        counted: bool = False,  # by the scopes that are open
+    ) -> Transfer:
+        if not counted and any_open():
+            return scoped(self, lambda: self._one(kind, local, remote, note, topic, after, True))
         if type(local) is Span:
             region, lo, nbytes = local.target, local.offset, local.nbytes
         else:

@@ -64,5 +64,5 @@ def scoped(peer: Any, post: Callable[[], Transfer]) -> Transfer:
             scope.gate.end()
 
 
-def any_open() -> bool:
-    return bool(_open.get())
+#: What is open around the caller, if anything: asked for by each post.
+any_open = _open.get
