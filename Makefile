@@ -41,7 +41,7 @@ test: build $(VENV)/.test $(if $(HAVE_CXX),hixl-standin) ## the tests (PYTEST_AR
 test-rdma: $(VENV)/.test ## the tests of verbs, in virtual machines with RDMA in software
 	tests/rdmavm/run.sh --build
 	$(MAKE) build
-	$(RDMAVM) -t 900 $(BIN)/python -m pytest -p no:cacheprovider tests/test_verbs_conformance.py tests/test_verbs_failures.py tests/test_verbs_refusals.py $(PYTEST_ARGS)
+	$(RDMAVM) -t 900 $(BIN)/python -m pytest -p no:cacheprovider tests/test_verbs_conformance.py tests/test_verbs_refusals.py tests/test_verbs_failures.py $(PYTEST_ARGS)
 	$(RDMAVM) -n 2 -t 300 -e PYTHONPATH=$(CURDIR) $(BIN)/python tests/rdmavm/pair.py
 
 check: build $(VENV)/.check ## lint, types, formatting

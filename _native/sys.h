@@ -32,4 +32,14 @@ static inline void hx_close_fd(int *fd)
     *fd = -1;
 }
 
+/* Between two looks at what another core is about to change. */
+static inline void hx_pause(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 #endif

@@ -92,7 +92,7 @@ struct hx_verbs {
     _Atomic bool awake;
     hx_vpeer_t *peers;
     hx_vreq_t *reqs, *free_reqs;
-    size_t nreqs; /* in use */
+    size_t nreqs;     /* in use */
     uint8_t *scratch; /* two pages: what peers read to flush; where our flushes go */
     hx_verbs_mr_t *scratch_mr[2];
     uint32_t flush_rkey, sink_lkey;

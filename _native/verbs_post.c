@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "sys.h"
 #include "verbs_core.h"
 
 /* ---- requests ---- */
@@ -352,6 +353,17 @@ static bool take_out(hx_vdone_t *done, const hx_op_t *op)
     return false;
 }
 
+/* Whoever has it gives it back in a few microseconds, nearly always; to wake the thread instead costs more. */
+static bool take_soon(hx_verbs_t *v)
+{
+    for (int i = 0; i < 200; i++) {
+        if (pthread_mutex_trylock(&v->mu) == 0)
+            return true;
+        hx_pause();
+    }
+    return false;
+}
+
 static bool submit(hx_op_t *op, bool look)
 {
     hx_vpeer_t *p = op->ep->verbs;
@@ -359,7 +371,7 @@ static bool submit(hx_op_t *op, bool look)
     hx_vdone_t done = {NULL};
     bool wake = true, ended = false;
     op->queued = true;
-    if (pthread_mutex_trylock(&v->mu) == 0) {
+    if (take_soon(v)) {
         hx_opq_push(&p->runq, op);
         hx_verbs_pump(p, true, &done);
         if (look && !op->queued && op->requests)
