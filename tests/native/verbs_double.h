@@ -445,12 +445,11 @@ static int double_create(hx_verbs_device_t *d, uint32_t depth, void *owner, hx_v
     return fails ? ENOMEM : 0;
 }
 
-static inline void doze(hx_verbs_device_t *d, const uint64_t *most_us)
+static inline void doze(const uint64_t *most_us)
 {
     pthread_mutex_lock(&net.mu);
     uint64_t us = *most_us ? draw_below(&net.dice, *most_us) : 0;
     pthread_mutex_unlock(&net.mu);
-    (void)d;
     if (us)
         usleep((useconds_t)us);
 }
@@ -467,7 +466,7 @@ static int double_connect(hx_verbs_qp_t *q, const hx_verbs_address_t *peer)
     d->counts.connects++;
     pthread_mutex_unlock(&net.mu);
     pass(&d->knobs.at_connect);
-    doze(d, &d->knobs.connect_us);
+    doze(&d->knobs.connect_us);
     pthread_mutex_lock(&net.mu);
     bool fails = d->gone || one_fails(&d->knobs.connect_fails);
     q->connecting = false;
@@ -494,7 +493,7 @@ static int double_destroy(hx_verbs_qp_t *q)
 {
     hx_verbs_device_t *d = q->device;
     pass(&d->knobs.at_destroy);
-    doze(d, &d->knobs.destroy_us);
+    doze(&d->knobs.destroy_us);
     pthread_mutex_lock(&net.mu);
     usable(q, "a queue pair is destroyed twice");
     if (q->connecting)

@@ -49,7 +49,7 @@ static inline hx_verbs_device_t *open_verbs(side_t *s, hx_config_t c)
     return device_called(c.name);
 }
 
-/* With regions of n bytes. */
+/* With regions of n bytes; and a queue pair at each end, so that what is posted goes to the device at once. */
 static inline void open_pair_of(pair_t *p, hx_config_t a, hx_config_t b, uint64_t n)
 {
     memset(p, 0, sizeof *p);
@@ -62,6 +62,8 @@ static inline void open_pair_of(pair_t *p, hx_config_t a, hx_config_t b, uint64_
     p->target = lend_and_wait(&p->b, there, n, "t");
     WAIT(remote(&p->a, "t") != NULL);
     p->t = remote(&p->a, "t");
+    CHECK_EQ(post_one(&p->a, HX_WRITE, 0, p->local, 0, p->t, 0, 1, NULL), HX_OK);
+    WAIT_FINAL(&p->a, 0, HX_OK);
 }
 
 static inline void open_pair(pair_t *p)
@@ -96,7 +98,7 @@ static inline void good(pair_t *p, uint64_t token)
 /* Transfers may fail for a while, as those do that are posted when a queue pair fails; not for ever. */
 static inline bool good_again(pair_t *p, uint64_t *token_p)
 {
-    for (double end = seconds() + PATIENCE; seconds() < end;) {
+    for (double end = seconds() + PATIENCE; seconds() < end && CHECK(*token_p < TOKENS);) {
         uint64_t token = (*token_p)++;
         fill(here, 4096, token);
         if (post_at(p, HX_WRITE, token, 0, 4096, NULL) != HX_OK)
