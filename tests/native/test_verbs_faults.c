@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The verbs provider when queue pairs fail, calls are slow or fail, devices go away, and peers say what they may not: what
- * has failed is told, what was taken back lands nowhere, and the next transfers go well. */
+/* The verbs provider when queue pairs fail, calls are slow or fail, devices go away, and peers say what they may not:
+ * what has failed is told, what was taken back lands nowhere, and the next transfers go well. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <sys/socket.h>
@@ -79,8 +79,8 @@ static void test_access_error(void)
     close_pair(&p);
 }
 
-/* Both ends fail at once, and tell each other of new ones while they still destroy the old ones: in every order, they come
- * to belong together. */
+/* Both ends fail at once, and tell each other of new ones while they still destroy the old ones: in every order, they
+ * come to belong together. */
 static void test_both_ends_fail_at_once(void)
 {
     enum { TIMES = 150 };
@@ -542,7 +542,7 @@ static void test_false_paths(void)
 
 /* ---- the end ---- */
 
-/* Whatever state the queue pairs are in: everything that was posted ends, and the device is closed with nothing on it. */
+/* Whatever state the queue pairs are in: all that was posted ends, and the device is closed with nothing on it. */
 static void test_closed_with_everything_in_flight(void)
 {
     uint64_t dice = 3;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The verbs provider when memory is taken back, peers are lost, and queue pairs cannot be destroyed: what is called free is
- * not written any more, whatever is still on the wire; and what cannot be shown to be free is not called so. */
+/* The verbs provider when memory is taken back, peers are lost, and queue pairs cannot be destroyed: what is called free
+ * is not written any more, whatever is still on the wire; and what cannot be shown to be free is not called so. */
 #define _GNU_SOURCE
 #include <sys/socket.h>
 
@@ -174,7 +174,7 @@ static void cut(side_t *s)
     pthread_mutex_unlock(&s->engine->control.fork_mu);
 }
 
-/* A lost peer's queue pair is there until it is destroyed: so long, nothing of the memory that it could write is free. */
+/* A lost peer's queue pair is there until it is destroyed: so long, no memory that it could write is free. */
 static void lost_while_destroy_is_slow(bool killed)
 {
     pair_t p;
@@ -268,7 +268,7 @@ static void test_lost_and_found(void)
 
 enum { ALWAYS = 1000000 };
 
-/* The writer's: its own memory is never said to be free, and what was written from it has no end; the peer's is, since the
+/* The writer's: its own memory is never called free, and what was written from it has no end; the peer's is, since the
  * peer has destroyed its own end. */
 static void stuck_writer(void)
 {
