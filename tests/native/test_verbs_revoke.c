@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The verbs provider when memory is taken back, peers are lost, and queue pairs cannot be destroyed: what is called free
- * is not written any more, whatever is still on the wire; and what cannot be shown to be free is not called so. */
+/* The verbs provider when memory is taken back, peers are lost, and queue pairs cannot be destroyed: what is called
+ * free is not written any more, whatever is still on the wire; and what cannot be shown to be free is not called so. */
 #define _GNU_SOURCE
 #include <sys/socket.h>
 
