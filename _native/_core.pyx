@@ -123,7 +123,7 @@ def verbs_probe(bytes binding not None):
 
 
 def verbs_ports(bytes binding not None):
-    """One of these for each port of each RDMA device: (device, port, state, usable, MTU, largest MTU, GID index, GID)."""
+    """For each port of each RDMA device: (device, port, state, usable, MTU, largest MTU, GID index, GID)."""
     cdef hx.hx_verbs_port_t[64] ports
     cdef const char *where = binding
     cdef size_t i, n

@@ -233,10 +233,7 @@ void hx_providers_evict(hx_endpoint_t *ep)
     FOR_EACH_WITH(evict, ep->engine, p->evict(ep))
 }
 
-void hx_providers_keep_out(hx_endpoint_t *ep)
-{
-    FOR_EACH_WITH(keep_out, ep->engine, p->keep_out(ep))
-}
+void hx_providers_keep_out(hx_endpoint_t *ep){FOR_EACH_WITH(keep_out, ep -> engine, p->keep_out(ep))}
 
 uint64_t hx_providers_kept_out(hx_endpoint_t *ep)
 {
