@@ -356,8 +356,13 @@ static inline hx_status_t post_rows(side_t *s, hx_endpoint_t *ep, uint32_t kind,
     bool done = false;
     hx_post_t post = {.kind = kind, .token = token, .epoch = epoch, .segments = segments, .nsegments = n};
     hx_status_t status = hx_post(ep, &post, &handle, &index, &done);
-    if (status == HX_OK && done)
+    if (status == HX_OK && done) {
+        s->of[token].nbytes = 0;
+        for (size_t i = 0; i < n; i++)
+            for (size_t row = 0; row < segments[i].n; row++)
+                s->of[token].nbytes += segments[i].nbytes ? segments[i].nbytes[row] : segments[i].each;
         CHECK_EQ(atomic_fetch_add(&s->of[token].finals, 1), 0);
+    }
     if (handle_p)
         *handle_p = done ? 0 : handle;
     if (index_p)

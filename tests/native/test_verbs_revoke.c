@@ -121,7 +121,9 @@ static void test_revoked_from_a_loop_that_is_busy(void)
     open_pair_of(&p, patient_config("verbs-a"), patient_config("verbs-b"), NBYTES);
     good(&p, 2);
     memset(here, 0x11, 4096);
+    hold_back(p.da); /* or it ends within the post */
     CHECK_EQ(post_at(&p, HX_WRITE, 1, 0, 4096, NULL), HX_OK);
+    let_go(p.da);
     take_back(&p, 0, 4096, 1);
     for (double end = seconds() + PATIENCE; seconds() < end && !p.b.done[1].count;) {
         pump(&p.b);
