@@ -247,10 +247,32 @@ static void test_memory_that_is_not_taken(void)
     close_pair(&p);
 }
 
+/* What has ended when the device has been told has no record: its poster hears of it. Held, it has one. */
+static void test_ended_within_the_post(void)
+{
+    pair_t p;
+    uint64_t handle = 1;
+    open_pair(&p);
+    good(&p, 2);
+    fill(here, NBYTES, 5);
+    CHECK_EQ(post_at(&p, HX_WRITE, 1, 0, 4096, &handle), HX_OK);
+    CHECK_EQ(atomic_load(&p.a.of[1].finals), 1);
+    CHECK_EQ(handle, 0);
+    CHECK(!memcmp(here, there, 4096));
+    hold_back(p.da);
+    CHECK_EQ(post_at(&p, HX_WRITE, 3, 0, 4096, &handle), HX_OK);
+    CHECK_EQ(atomic_load(&p.a.of[3].finals), 0);
+    CHECK(handle != 0);
+    let_go(p.da);
+    WAIT_FINAL(&p.a, 3, HX_OK);
+    close_pair(&p); /* which looks for records that nobody waits for */
+}
+
 int main(void)
 {
     static const case_t cases[] = {
         {"there and back", test_there_and_back},
+        {"ended within the post", test_ended_within_the_post},
         {"scattered rows", test_scattered_rows},
         {"odd memory", test_odd_memory},
         {"rows longer than a request", test_rows_longer_than_a_request},
