@@ -242,12 +242,25 @@ static int destroy(hx_verbs_qp_t *q)
     return failed;
 }
 
+/* The port's address, which the next queue pairs tell their peers. While it is down, it may have none: then it is as it was. */
+static void look_again(hx_verbs_device_t *d)
+{
+    static const union ibv_gid none;
+    struct ibv_port_attr port;
+    union ibv_gid gid;
+    if (!ibv_query_port(d->context, d->port_num, &port))
+        d->port = port;
+    if (!ibv_query_gid(d->context, d->port_num, d->gid_index, &gid) && memcmp(&gid, &none, sizeof gid))
+        d->gid = gid;
+}
+
 static int create(hx_verbs_device_t *d, uint32_t depth, void *owner, hx_verbs_qp_t **qp_p, hx_verbs_address_t *address,
                   uint32_t *inline_p)
 {
     hx_verbs_qp_t *q = calloc(1, sizeof *q);
     if (!q)
         return ENOMEM;
+    look_again(d); /* the event that it has changed may be on its way yet */
     q->device = d;
     q->owner = owner;
     q->cq = ibv_create_cq(d->context, (int)depth, q, d->channel, 0);
@@ -379,17 +392,6 @@ static int poll_cq(hx_verbs_qp_t *q, hx_verbs_wc_t *out, int n)
     for (int i = 0; i < found; i++)
         out[i] = (hx_verbs_wc_t){wc[i].wr_id, wc[i].status, wc[i].vendor_err};
     return found;
-}
-
-/* The port's address, which the next queue pairs tell their peers. */
-static void look_again(hx_verbs_device_t *d)
-{
-    struct ibv_port_attr port;
-    union ibv_gid gid;
-    if (!ibv_query_port(d->context, d->port_num, &port))
-        d->port = port;
-    if (!ibv_query_gid(d->context, d->port_num, d->gid_index, &gid))
-        d->gid = gid;
 }
 
 static int async_event(hx_verbs_device_t *d, void **owner_p, char *text, size_t room)
