@@ -82,7 +82,7 @@ struct hx_op {
     _Atomic uint64_t moved;
     _Atomic uint32_t failed; /* first status of a copy that failed */
     _Atomic uint32_t code;   /* HX_ERR_PROVIDER: what the library answered */
-    char *detail;            /* and said; owned */
+    _Atomic(char *) detail;  /* and said; owned */
     void *after;             /* the NPU's event to wait for */
     _Atomic uint64_t report; /* generation << 2 | hx_report_t */
     int32_t sys_errno;

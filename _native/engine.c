@@ -166,6 +166,8 @@ static bool take_record(hx_op_t *op, hx_completion_t *out)
     uint64_t early = gen << 2 | HX_REPORT_EARLY;
     uint64_t cancel = atomic_load(&op->cancel);
     bool first = atomic_compare_exchange_strong(&op->report, &early, gen << 2 | HX_REPORT_EARLY_TAKEN);
+    const char *detail = atomic_load(&op->detail); /* freed by whoever takes the last record, which is us */
+    bool known = first && detail && (cancel & 0xff) == atomic_load(&op->failed);
     *out = (hx_completion_t){
         .token = op->token,
         .status = first ? (uint32_t)(cancel & 0xff) : op->status,
@@ -175,10 +177,10 @@ static bool take_record(hx_op_t *op, hx_completion_t *out)
         .index = first ? UINT64_MAX : op->bad_index,
         .quiesced = !first,
         .code = atomic_load(&op->code),
-        .detail = first ? NULL : op->detail,
+        .detail = !first  ? atomic_exchange(&op->detail, NULL)
+                  : known ? strdup(detail)
+                          : NULL, /* the consumer's now */
     };
-    if (!first)
-        op->detail = NULL; /* the consumer's now */
     return !first;
 }
 

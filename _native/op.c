@@ -79,7 +79,7 @@ void hx_op_fail(hx_op_t *op, hx_status_t status, int sys_errno, uint32_t code, c
     op->sys_errno = sys_errno;
     atomic_store(&op->code, code);
     if (detail && detail[0])
-        op->detail = strndup(detail, HX_TEXT_MAX);
+        atomic_store(&op->detail, strndup(detail, HX_TEXT_MAX));
 }
 
 void hx_cancel(hx_engine_t *engine, uint64_t handle)
@@ -116,8 +116,7 @@ void hx_op_release(hx_op_t *op)
 {
     hx_engine_t *engine = op->ep->engine;
     hx_endpoint_t *ep = op->ep;
-    free(op->detail);
-    op->detail = NULL;
+    free(atomic_exchange(&op->detail, NULL));
     op->ep = NULL;
     atomic_store(&op->stage, HX_STAGE_FREE);
     next_life(op);

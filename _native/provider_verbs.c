@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <infiniband/verbs.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,7 +39,8 @@ struct hx_verbs_qp {
     struct ibv_qp *qp;
     void *owner;
     uint32_t psn;
-    enum ibv_mtu mtu; /* of the port, when it was made: connect() runs beside a look at it */
+    _Atomic bool shut; /* given up: what is said of it is not of its owner's */
+    enum ibv_mtu mtu;  /* of the port, when it was made: connect() runs beside a look at it */
 };
 
 /* 0: not usable; else the better the higher. RoCE v2 with a global or IPv4-mapped address is routed; link-local is not. */
@@ -227,12 +229,17 @@ static int dereg(hx_verbs_mr_t *mr)
     return ibv_dereg_mr((struct ibv_mr *)mr);
 }
 
-static int destroy(hx_verbs_qp_t *q)
+static int shut(hx_verbs_qp_t *q)
 {
     struct ibv_qp_attr error = {.qp_state = IBV_QPS_ERR};
+    atomic_store(&q->shut, true);
+    return ibv_modify_qp(q->qp, &error, IBV_QP_STATE);
+}
+
+/* It may take long: with soft-RoCE, for as long as a network card that is down keeps a packet of it, up to 50 seconds. */
+static int destroy(hx_verbs_qp_t *q)
+{
     int failed = q->qp ? ibv_destroy_qp(q->qp) : 0;
-    if (failed && !ibv_modify_qp(q->qp, &error, IBV_QP_STATE))
-        failed = ibv_destroy_qp(q->qp);
     if (failed)
         return failed;
     q->qp = NULL;
@@ -394,6 +401,15 @@ static int poll_cq(hx_verbs_qp_t *q, hx_verbs_wc_t *out, int n)
     return found;
 }
 
+/* NULL: nobody cares any more. */
+static void *owner_of(const hx_verbs_qp_t *q, char *text)
+{
+    if (!atomic_load(&q->shut))
+        return q->owner;
+    text[0] = 0;
+    return NULL;
+}
+
 static int async_event(hx_verbs_device_t *d, void **owner_p, char *text, size_t room)
 {
     struct ibv_async_event ev;
@@ -406,10 +422,10 @@ static int async_event(hx_verbs_device_t *d, void **owner_p, char *text, size_t 
     case IBV_EVENT_QP_REQ_ERR:
     case IBV_EVENT_QP_ACCESS_ERR:
     case IBV_EVENT_PATH_MIG_ERR:
-        *owner_p = ((hx_verbs_qp_t *)ev.element.qp->qp_context)->owner;
+        *owner_p = owner_of(ev.element.qp->qp_context, text);
         break;
     case IBV_EVENT_CQ_ERR:
-        *owner_p = ((hx_verbs_qp_t *)ev.element.cq->cq_context)->owner;
+        *owner_p = owner_of(ev.element.cq->cq_context, text);
         break;
     case IBV_EVENT_COMM_EST:
     case IBV_EVENT_SQ_DRAINED:
@@ -457,6 +473,7 @@ __attribute__((visibility("default"))) const hx_verbs_table_t *hx_verbs_binding(
         .dereg = dereg,
         .create = create,
         .connect = connect_qp,
+        .shut = shut,
         .destroy = destroy,
         .post = post,
         .event = event,

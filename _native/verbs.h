@@ -72,6 +72,7 @@ typedef struct {
     int (*create)(hx_verbs_device_t *device, uint32_t depth, void *owner, hx_verbs_qp_t **qp_p,
                   hx_verbs_address_t *address, uint32_t *inline_p);
     int (*connect)(hx_verbs_qp_t *qp, const hx_verbs_address_t *peer); /* armed from here on */
+    int (*shut)(hx_verbs_qp_t *qp);    /* nothing more is posted; 0: it neither sends nor takes anything in any more */
     int (*destroy)(hx_verbs_qp_t *qp); /* 0: nothing of it touches memory any more; else it is there still */
     int (*post)(hx_verbs_qp_t *qp, const hx_verbs_wr_t *list, size_t n, size_t *posted_p);
     /* 1: *owner_p's queue has completions, and is armed again; 0: none; negative: the device is gone. */

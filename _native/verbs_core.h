@@ -18,18 +18,46 @@
 #define HX_VERBS_WRS 128            /* of one request, beside its flush */
 #define HX_VERBS_SGES 16            /* of one work request */
 #define HX_VERBS_CHUNK (8ull << 20) /* bytes of one request: what others wait for, and how often progress shows */
+#define HX_VERBS_ENDS 8 /* queue pairs of a peer that are being destroyed: no more are made beside so many */
 
 typedef struct hx_verbs hx_verbs_t;
 typedef struct hx_vreq hx_vreq_t;
+typedef struct hx_vend hx_vend_t;
+
+typedef struct {
+    hx_vreq_t *head, *tail; /* oldest first */
+} hx_vreqs_t;
 
 /* A part of an operation that the device works on. */
 struct hx_vreq {
-    hx_vreq_t *next, *prev; /* of its peer, oldest first */
+    hx_vreq_t *next, *prev; /* of `among` */
     hx_op_t *op;            /* NULL: free */
     hx_vpeer_t *peer;
+    hx_vreqs_t *among; /* its peer's, or those that went with a queue pair */
     hx_batch_t batch;
     uint64_t nbytes;
     uint32_t index, gen, nwr;
+    bool returned; /* the device is done with its last work request, but not well */
+};
+
+/* A queue pair that has been given up. A thread of its own shuts it, and then destroys it, which may take as long as its driver
+ * likes. Others go on meanwhile; what was on it has ended when it is destroyed. */
+struct hx_vend {
+    hx_vend_t *next; /* of its peer */
+    hx_verbs_t *v;
+    hx_verbs_qp_t *qp;
+    hx_vreqs_t reqs;
+    pthread_t thread;
+    bool threaded;
+    uint64_t keep_seq; /* revocations up to here are kept when it is harmless */
+    uint64_t last_id;  /* of the last work request on it; 0: the device has returned it, or there is none */
+    uint64_t shut_ns;  /* shut since; 0: not yet */
+    bool flushed;      /* the device has given all of them back */
+    bool harmless;     /* nothing arrives there, or leaves from it, any more */
+    bool over;         /* the thread has tried all, with this error: */
+    int error;
+    bool stands; /* and the queue pair cannot be destroyed */
+    char why[128];
 };
 
 /* Of PATH: the newest queue pair of this end. */
@@ -49,8 +77,8 @@ struct hx_vpeer {
     _Atomic bool heard;         /* the peer has said that it has, or will have, an end */
     bool usable;                /* connected at both ends, and nothing must be taken back */
     bool failed;                /* it must be made anew */
-    bool ending;                /* it is being destroyed */
-    bool stuck;                 /* a queue pair of it cannot be destroyed */
+    hx_vend_t *ends;            /* those before it, which are not destroyed yet */
+    bool stuck;                 /* one of them cannot be destroyed, nor be shut: there is no way to the peer any more */
     bool released;              /* nothing is posted any more */
     _Atomic bool forgotten;     /* nobody has a handle to it any more */
     uint64_t since_ns, next_ns; /* unusable since; another attempt then */
@@ -64,11 +92,12 @@ struct hx_vpeer {
      * end anew as well, their bytes may still arrive there. */
     bool limbo;
     uint32_t limbo_generation;
-    uint64_t keep_seq;                /* revocations up to here are kept by destroying this end */
+    uint64_t limbo_ns;                /* since no queue pair of ours sends them again; 0: one may */
+    uint64_t keep_seq;                /* revocations up to here are kept by giving up this end */
     _Atomic uint64_t kept_seq;        /* and are kept by now */
     uint32_t used, depth, inline_max; /* work requests in the send queue; bytes */
     hx_opq_t runq;
-    hx_vreq_t *reqs_head, *reqs_tail;
+    hx_vreqs_t reqs;
     hx_note_t *held, *held_tail; /* aborted ones, for as long as it is in limbo */
     char why[128];
 };
@@ -98,6 +127,14 @@ struct hx_verbs {
     uint32_t flush_rkey, sink_lkey;
     size_t nmrs; /* regions' registrations that stand; under reg_mu */
 };
+
+/* Of a work request's number: it is its request's last. */
+#define HX_VERBS_LAST (1u << 31)
+
+static inline uint64_t hx_verbs_last_id(const hx_vreq_t *r)
+{
+    return (uint64_t)r->gen << 32 | r->index | HX_VERBS_LAST;
+}
 
 /* What peers know a region by: its key, where it begins in its registration, and that it has one. */
 static inline uint64_t hx_verbs_name(uint32_t rkey, const void *base)
@@ -132,8 +169,10 @@ uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now,
                        hx_vdone_t *done); /* under mu, which it drops; when to look again, or 0 */
 void hx_verbs_free_notes(hx_vpeer_t *p);
 void hx_verbs_fail(hx_vpeer_t *p, const char *why); /* its queue pair must go; under mu */
-/* Under mu: nothing that was on a queue pair of it can arrive, or leave, any more. */
+/* Under mu: nothing that was on a queue pair of it can arrive, or leave, any more; and, none of them is there. */
+bool hx_verbs_harmless(const hx_vpeer_t *p);
 bool hx_verbs_quiet(const hx_vpeer_t *p);
+bool hx_verbs_ending(const hx_vpeer_t *p); /* one of them is being destroyed */
 void hx_verbs_keep_out(hx_endpoint_t *ep);
 uint64_t hx_verbs_kept_out(hx_endpoint_t *ep);
 void hx_verbs_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_t gen);

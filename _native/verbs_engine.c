@@ -66,7 +66,7 @@ static void free_forgotten(hx_verbs_t *v)
 {
     for (hx_vpeer_t **at = &v->peers; *at;) {
         hx_vpeer_t *p = *at;
-        if (p->ep || p->stuck || !atomic_load(&p->forgotten)) { /* stuck: the library names it still */
+        if (p->ep || p->ends || !atomic_load(&p->forgotten)) { /* the library names it, as long as there is one */
             at = &p->next;
             continue;
         }
@@ -146,9 +146,9 @@ static void *run(void *arg)
                 hx_verbs_fail(p, "the device is gone");
             uint64_t at = hx_verbs_tend(p, now, &done);
             due = at && (!due || at < due) ? at : due;
-            live |= p->qp || p->runq.head || (p->reqs_head && !p->stuck);
+            live |= p->qp || p->runq.head || hx_verbs_ending(p);
             standing |= !hx_verbs_quiet(p);
-            refill |= p->usable && p->runq.head && p->reqs_head;
+            refill |= p->usable && p->runq.head && p->reqs.head;
         }
         gone = v->gone;
         stopping = v->stopping;
@@ -278,7 +278,7 @@ static void stop(hx_engine_t *engine, void *state)
     if (!v->gone && v->device) /* if it is gone, the setup thread may be closing it */
         epoll_ctl(engine->epoll_fd, EPOLL_CTL_DEL, v->info.fd, NULL);
     for (const hx_vpeer_t *p = v->peers; p; p = p->next)
-        engine->stuck_peers += p->stuck;
+        engine->stuck_peers += p->ends != NULL;
     if (!engine->abandoned)
         hx_verbs_forget_all(v);
     pthread_mutex_lock(&v->wake_mu);
@@ -387,7 +387,7 @@ static bool settled(hx_endpoint_t *ep)
     if (!p)
         return true;
     pthread_mutex_lock(&p->v->mu);
-    bool settled = hx_verbs_quiet(p);
+    bool settled = hx_verbs_harmless(p);
     pthread_mutex_unlock(&p->v->mu);
     return settled;
 }

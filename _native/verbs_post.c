@@ -23,32 +23,34 @@ static hx_vreq_t *new_req(hx_vpeer_t *p, hx_op_t *op)
     v->nreqs++;
     r->op = op;
     r->peer = p;
+    r->among = &p->reqs;
+    r->returned = false;
     r->next = NULL;
-    r->prev = p->reqs_tail;
-    *(p->reqs_tail ? &p->reqs_tail->next : &p->reqs_head) = r;
-    p->reqs_tail = r;
+    r->prev = p->reqs.tail;
+    *(r->prev ? &r->prev->next : &p->reqs.head) = r;
+    p->reqs.tail = r;
     op->requests++;
     return r;
 }
 
 static void unlist(hx_vreq_t *r)
 {
-    hx_vpeer_t *p = r->peer;
-    *(r->prev ? &r->prev->next : &p->reqs_head) = r->next;
-    *(r->next ? &r->next->prev : &p->reqs_tail) = r->prev;
+    hx_verbs_t *v = r->peer->v;
+    *(r->prev ? &r->prev->next : &r->among->head) = r->next;
+    *(r->next ? &r->next->prev : &r->among->tail) = r->prev;
     r->op->requests--;
     r->gen++;
     r->op = NULL;
-    r->next = p->v->free_reqs;
-    p->v->free_reqs = r;
-    p->v->nreqs--;
+    r->next = v->free_reqs;
+    v->free_reqs = r;
+    v->nreqs--;
 }
 
 /* A queue pair works in order, so only the oldest can stall. */
 static void start_clock(hx_vpeer_t *p)
 {
-    if (p->reqs_head && !atomic_load(&p->reqs_head->op->progress_ns))
-        atomic_store(&p->reqs_head->op->progress_ns, hx_now_ns());
+    if (p->reqs.head && !atomic_load(&p->reqs.head->op->progress_ns))
+        atomic_store(&p->reqs.head->op->progress_ns, hx_now_ns());
 }
 
 void hx_verbs_maybe_done(hx_op_t *op, hx_vdone_t *done)
@@ -169,8 +171,10 @@ static hx_status_t describe(hx_vpeer_t *p, hx_vreq_t *r, hx_vlist_t *list)
 
 static void finish_list(hx_vpeer_t *p, const hx_vreq_t *r, hx_vlist_t *list)
 {
+    uint64_t last = hx_verbs_last_id(r);
     if (r->op->kind == HX_READ) {
         list->wrs[list->n - 1].signalled = true;
+        list->wrs[list->n - 1].id = last;
         return;
     }
     hx_verbs_sge_t *sges = list->sges[list->n];
@@ -180,13 +184,8 @@ static void finish_list(hx_vpeer_t *p, const hx_vreq_t *r, hx_vlist_t *list)
     if (only->inlined) /* by its address: the CPU reads it */
         list->sges[0][0].addr += (uintptr_t)local->base - hx_verbs_base(local->direct);
     sges[0] = (hx_verbs_sge_t){0, 8, p->v->sink_lkey};
-    list->wrs[list->n++] = (hx_verbs_wr_t){.id = list->wrs[0].id,
-                                           .remote = 0,
-                                           .rkey = p->theirs.flush_rkey,
-                                           .nsge = 1,
-                                           .sge = sges,
-                                           .read = true,
-                                           .signalled = true};
+    list->wrs[list->n++] = (hx_verbs_wr_t){
+        .id = last, .remote = 0, .rkey = p->theirs.flush_rkey, .nsge = 1, .sge = sges, .read = true, .signalled = true};
 }
 
 /* False: the queue pair has failed. */
@@ -278,7 +277,7 @@ void hx_verbs_pump(hx_vpeer_t *p, bool small, hx_vdone_t *done)
 static void complete(hx_vpeer_t *p, const hx_verbs_wc_t *wc, hx_vdone_t *done)
 {
     hx_verbs_t *v = p->v;
-    uint32_t index = (uint32_t)wc->id;
+    uint32_t index = (uint32_t)wc->id & ~HX_VERBS_LAST;
     hx_vreq_t *r = index < HX_VERBS_REQUESTS ? &v->reqs[index] : NULL;
     bool known = r && r->op && r->gen == (uint32_t)(wc->id >> 32) && r->peer == p;
     if (!wc->status) {
@@ -292,6 +291,8 @@ static void complete(hx_vpeer_t *p, const hx_verbs_wc_t *wc, hx_vdone_t *done)
     char text[128];
     snprintf(text, sizeof text, "the device reported: %.90s", v->lib->name(wc->status));
     hx_verbs_fail(p, text);
+    if (known)
+        r->returned |= (wc->id & HX_VERBS_LAST) != 0;
     if (known && meaning != HX_VERBS_FLUSHED) /* else it was behind one that failed, or is taken back */
         hx_op_fail(r->op, meaning == HX_VERBS_ACCESS ? HX_ERR_REMOTE_ACCESS : HX_ERR_CONNECTION, 0, wc->status, text);
 }

@@ -21,6 +21,7 @@ typedef struct {
     uint32_t status, early_status, code;
     int32_t sys_errno;
     uint64_t nbytes, index;
+    bool early_says; /* in words */
 } outcome_t;
 
 typedef struct {
@@ -144,6 +145,7 @@ static inline bool pump(side_t *s)
         for (size_t i = 0; i < n; i++) {
             if (records[i].detail && getenv("HX_TEST_SAY"))
                 fprintf(stderr, "  detail: %s\n", records[i].detail);
+            bool says = records[i].detail != NULL;
             free(records[i].detail);
             if (!CHECK(records[i].token < TOKENS))
                 continue;
@@ -157,6 +159,7 @@ static inline bool pump(side_t *s)
                 CHECK_EQ(atomic_fetch_add(&o->finals, 1), 0);
             } else {
                 o->early_status = records[i].status;
+                o->early_says = says;
                 CHECK_EQ(atomic_load(&o->finals), 0);
                 CHECK_EQ(atomic_fetch_add(&o->earlies, 1), 0);
             }

@@ -25,12 +25,6 @@ static void forgive(const side_t *s)
     hx_verbs_wake(v);
 }
 
-static void linger(int ms)
-{
-    for (double end = seconds() + ms / 1e3; seconds() < end;)
-        pump_all(1);
-}
-
 /* Many rows at one go, each a work request of its own. */
 static hx_status_t post_list(pair_t *p, uint64_t token, uint64_t rows)
 {
@@ -245,7 +239,7 @@ static void test_cancelled_while_held(void)
     memset(here, 0x11, 4096);
     CHECK_EQ(post_at(&p, HX_WRITE, 1, 0, 4096, &handle), HX_OK);
     SOON(waiting(p.da) == 2);
-    hold(&p.da->knobs.at_destroy, 1);
+    hold_ends(p.da);
     hx_cancel(p.a.engine, handle);
     WAIT(atomic_load(&p.a.of[1].earlies) == 1);
     CHECK_EQ(p.a.of[1].early_status, HX_ERR_CANCELLED);
@@ -272,7 +266,7 @@ static void test_aborted_note_waits(void)
     uint64_t handle;
     open_pair(&p);
     hold_back(p.da);
-    hold(&p.db->knobs.at_destroy, 1);
+    hold_ends(p.db);
     memset(here, 0x11, 4096);
     write_note(&p, 1, &handle);
     SOON(waiting(p.da) == 2);

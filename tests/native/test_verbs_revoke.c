@@ -2,45 +2,7 @@
 /* The verbs provider when memory is taken back, peers are lost, and queue pairs cannot be destroyed: what is called
  * free is not written any more, whatever is still on the wire; and what cannot be shown to be free is not called so. */
 #define _GNU_SOURCE
-#include <sys/socket.h>
-
 #include "verbs_pair.h"
-
-static void linger(int ms)
-{
-    for (double end = seconds() + ms / 1e3; seconds() < end;)
-        pump_all(1);
-}
-
-/* A write that its device has not carried out. */
-static void write_held(pair_t *p, uint64_t token)
-{
-    hold_back(p->da);
-    memset(here, 0x11, 4096);
-    CHECK_EQ(post_at(p, HX_WRITE, token, 0, 4096, NULL), HX_OK);
-    SOON(waiting(p->da) == 2);
-}
-
-static void take_back(pair_t *p, uint64_t off, uint64_t n, uint64_t token)
-{
-    CHECK_EQ(hx_region_revoke(p->target, NULL, (uint64_t[]){off, n}, 1, token), HX_OK);
-}
-
-/* The owner has it in its hands from here on: nothing lands, neither what is held nor what is on the wire. */
-static void untouched(pair_t *p, size_t *sent_p)
-{
-    memset(there, 0x55, 4096);
-    let_go(p->da);
-    CHECK_EQ(arrive(sent_p), 0);
-    linger(20);
-    CHECK(all_are(there, 4096, 0x55));
-}
-
-static uint32_t status_of(side_t *s, uint64_t token)
-{
-    WAIT(s->done[token].count >= 1);
-    return s->done[token].status;
-}
 
 /* ---- with peers that are there ---- */
 
@@ -53,7 +15,7 @@ static void test_revoked_from_a_writer_that_helps(void)
     b.cancel_grace_ns = NEVER; /* it does nothing by itself */
     open_pair_of(&p, verbs_config("verbs-a"), b, NBYTES);
     write_held(&p, 1);
-    hold(&p.db->knobs.at_destroy, 1);
+    hold_ends(p.db);
     take_back(&p, 0, 4096, 1);
     SOON(held(&p.db->knobs.at_destroy) == 1); /* it was told that the other end is new */
     WAIT_FINAL(&p.a, 1, HX_ERR_CONNECTION);
@@ -74,7 +36,7 @@ static void test_revoked_from_a_writer_that_does_not(void)
     pair_t p;
     open_pair_of(&p, patient_config("verbs-a"), verbs_config("verbs-b"), NBYTES);
     write_held(&p, 1);
-    hold(&p.da->knobs.at_destroy, 1); /* it hears of the new end, and does not get to acknowledge anything */
+    hold_ends(p.da); /* it hears of the new end, and does not get to acknowledge anything */
     double start = seconds();
     take_back(&p, 0, 4096, 1);
     CHECK_EQ(status_of(&p.b, 1), HX_OK);
@@ -101,7 +63,7 @@ static void test_kept_out_slowly(void)
     pair_t p;
     open_pair_of(&p, patient_config("verbs-a"), verbs_config("verbs-b"), NBYTES);
     write_held(&p, 1);
-    hold(&p.db->knobs.at_destroy, 1);
+    hold_ends(p.db);
     take_back(&p, 0, 4096, 1);
     CHECK_EQ(status_of(&p.b, 1), HX_ERR_PINNED);
     CHECK_EQ(p.b.done[1].value, 4096);
@@ -168,21 +130,13 @@ static void test_owner_deregisters_in_flight(void)
 
 /* ---- with peers that are lost ---- */
 
-/* Its socket ends, without a goodbye. */
-static void cut(side_t *s)
-{
-    pthread_mutex_lock(&s->engine->control.fork_mu); /* which the thread holds that closes it */
-    shutdown(s->ep->link->fd, SHUT_RDWR);
-    pthread_mutex_unlock(&s->engine->control.fork_mu);
-}
-
 /* A lost peer's queue pair is there until it is destroyed: so long, no memory that it could write is free. */
 static void lost_while_destroy_is_slow(bool killed)
 {
     pair_t p;
     open_pair(&p);
     write_held(&p, 1);
-    hold(&p.db->knobs.at_destroy, 1);
+    hold_ends(p.db);
     if (killed)
         cut(&p.a);
     else
@@ -216,7 +170,7 @@ static void test_linked_again_while_destroy_is_slow(void)
     size_t sent;
     open_pair(&p);
     write_held(&p, 1);
-    hold(&p.db->knobs.at_destroy, 1);
+    hold_ends(p.db);
     cut(&p.a);
     WAIT(p.a.lost == 1 && p.b.lost == 1);
     WAIT(atomic_load(&p.a.of[1].finals) == 1);
@@ -268,8 +222,6 @@ static void test_lost_and_found(void)
 
 /* ---- queue pairs that cannot be destroyed: in processes of their own, since all of it is left behind ---- */
 
-enum { ALWAYS = 1000000 };
-
 /* The writer's: its own memory is never called free, and what was written from it has no end; the peer's is, since the
  * peer has destroyed its own end. */
 static void stuck_writer(void)
@@ -284,7 +236,7 @@ static void stuck_writer(void)
     CHECK_EQ(post_one(&p.a, HX_WRITE, 1, own, 0, p.t, 0, 4096, &handle), HX_OK);
     CHECK_EQ(post_at(&p, HX_WRITE, 2, 4096, 4096, NULL), HX_OK);
     SOON(waiting(p.da) == 4);
-    TELL(p.da, to->destroy_fails = ALWAYS);
+    TELL(p.da, to->shut_fails = to->destroy_fails = ALWAYS);
     hx_cancel(p.a.engine, handle);
     WAIT(atomic_load(&p.a.of[1].earlies) == 1);
     CHECK_EQ(hx_region_deregister(own, 1), HX_OK);
@@ -324,7 +276,7 @@ static void stuck_owner(void)
     begin_verbs();
     open_pair_of(&p, patient_config("verbs-a"), verbs_config("verbs-b"), NBYTES);
     write_held(&p, 1);
-    TELL(p.db, to->destroy_fails = ALWAYS);
+    TELL(p.db, to->shut_fails = to->destroy_fails = ALWAYS);
     take_back(&p, 0, 4096, 1);
     CHECK_EQ(status_of(&p.b, 1), HX_ERR_PINNED);
     CHECK_EQ(counts_of(p.db).destroys, 0);

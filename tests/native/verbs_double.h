@@ -3,8 +3,8 @@
  * registered memory when a work request is posted, or when the test lets a held one go; and a test can make any call
  * slow, or fail. What a real device would punish by corruption, or not at all, ends the program: see break_off().
  *
- * A work request that was held when its queue pair was destroyed is on the wire from then on: its bytes land when the
- * test says so, if the other end is still there. That is what limbo and keeping a peer out are about. */
+ * A work request that was held when its queue pair was shut, or destroyed, is on the wire from then on: its bytes land when
+ * the test says so, if the other end still takes them. That is what limbo and keeping a peer out are about. */
 #ifndef VERBS_DOUBLE_H
 #define VERBS_DOUBLE_H
 
@@ -17,7 +17,7 @@
 #include "gate.h"
 #include "verbs.h"
 
-enum { INLINE_ROOM = 64, SGES = 16, ASYNCS = 16 };
+enum { INLINE_ROOM = 64, SGES = 16, ASYNCS = 16, ALWAYS = 1000000 };
 /* As libibverbs numbers them. */
 enum { DOUBLE_FLUSHED = 5, DOUBLE_ACCESS = 10, DOUBLE_RETRIES = 12 };
 
@@ -50,7 +50,7 @@ struct hx_verbs_qp {
     void *owner;
     hx_verbs_address_t mine, theirs;
     uint32_t depth;
-    bool connecting, connected, failed, destroyed;
+    bool connecting, connected, failed, shut, ending, destroyed;
     bool armed, has_event;
     flight_t *head, *tail; /* not carried out yet */
     hx_verbs_wc_t *wcs;
@@ -62,9 +62,10 @@ struct hx_verbs_qp {
 
 /* What a test may set; under net.mu but for the gates. */
 typedef struct {
-    bool held;                                                                   /* work requests wait for let_go() */
-    uint64_t destroy_us, connect_us;                                             /* at most; drawn anew for each */
-    unsigned create_fails, connect_fails, destroy_fails, dereg_fails, reg_fails; /* so many, from now on */
+    bool keeps; /* what is held when a queue pair fails, or is shut, is not given back before it is destroyed */
+    bool held;  /* work requests wait for let_go() */
+    uint64_t destroy_us, connect_us; /* at most; drawn anew for each */
+    unsigned create_fails, connect_fails, shut_fails, destroy_fails, dereg_fails, reg_fails; /* so many, from now on */
     uint64_t refuse_in; /* 1: the next work request is refused, and so on; 0: none */
     uint64_t fail_in;   /* likewise, of those carried out: with fail_status */
     uint32_t fail_status;
@@ -72,7 +73,7 @@ typedef struct {
 } double_knobs_t;
 
 typedef struct {
-    unsigned creates, connects, destroys, posts, wrs, accesses, retries;
+    unsigned creates, connects, destroys, posts, wrs, accesses, retries, looks; /* looks: for events */
 } double_counts_t;
 
 struct hx_verbs_device {
@@ -135,6 +136,13 @@ static inline void usable(const hx_verbs_qp_t *q, const char *call)
 {
     live(q->device, call);
     if (q->destroyed)
+        break_off(call, q->device->name);
+}
+
+static inline void in_use(const hx_verbs_qp_t *q, const char *call)
+{
+    usable(q, call);
+    if (q->shut)
         break_off(call, q->device->name);
 }
 
@@ -267,7 +275,7 @@ static inline flight_t *take_flight(hx_verbs_qp_t *q)
 static inline void fail_qp(hx_verbs_qp_t *q)
 {
     q->failed = true;
-    while (q->head && !q->device->gone)
+    while (q->head && !q->device->gone && !q->device->knobs.keeps)
         complete_flight(q, take_flight(q), DOUBLE_FLUSHED);
 }
 
@@ -489,9 +497,26 @@ static inline void drop_event(hx_verbs_qp_t *q)
         d->events_tail = d->events_tail->event_next;
 }
 
+static int double_shut(hx_verbs_qp_t *q)
+{
+    hx_verbs_device_t *d = q->device;
+    pthread_mutex_lock(&net.mu);
+    in_use(q, "a queue pair is shut twice");
+    q->shut = true;
+    bool fails = d->gone || one_fails(&d->knobs.shut_fails);
+    for (const flight_t *f = fails || q->failed ? NULL : q->head; f; f = f->next)
+        if (!f->wr.read)
+            put_on_the_wire(q, f);
+    if (!fails)
+        fail_qp(q);
+    pthread_mutex_unlock(&net.mu);
+    return fails ? EIO : 0;
+}
+
 static int double_destroy(hx_verbs_qp_t *q)
 {
     hx_verbs_device_t *d = q->device;
+    TELL(d, q->ending = true);
     pass(&d->knobs.at_destroy);
     doze(&d->knobs.destroy_us);
     pthread_mutex_lock(&net.mu);
@@ -533,7 +558,7 @@ static int double_post(hx_verbs_qp_t *q, const hx_verbs_wr_t *list, size_t n, si
     hx_verbs_device_t *d = q->device;
     int error = 0;
     pthread_mutex_lock(&net.mu);
-    usable(q, "post after destroy");
+    in_use(q, "post after the end");
     if (!q->connected)
         break_off("post before connect", d->name);
     *posted_p = 0;
@@ -568,6 +593,7 @@ static int double_event(hx_verbs_device_t *d, void **owner_p)
     int got = 0;
     pthread_mutex_lock(&net.mu);
     live(d, "event");
+    d->counts.looks++;
     hx_verbs_qp_t *q = d->events;
     if (d->gone) {
         got = -1;
@@ -588,7 +614,9 @@ static int double_poll(hx_verbs_qp_t *q, hx_verbs_wc_t *out, int n)
 {
     int found = 0;
     pthread_mutex_lock(&net.mu);
-    usable(q, "poll after destroy");
+    usable(q, "poll after the end");
+    if (q->ending)
+        break_off("poll while it is destroyed", q->device->name);
     for (; found < n && q->wc_head < q->wc_tail; found++) {
         out[found] = q->wcs[q->wc_head % q->depth];
         q->reclaimed = q->numbers[q->wc_head++ % q->depth];
@@ -641,6 +669,7 @@ const hx_verbs_table_t *hx_verbs_binding(void)
         .dereg = double_dereg,
         .create = double_create,
         .connect = double_connect,
+        .shut = double_shut,
         .destroy = double_destroy,
         .post = double_post,
         .event = double_event,
@@ -707,6 +736,13 @@ static inline void let_go(hx_verbs_device_t *d)
 {
     TELL(d, to->held = false);
     carry(d, SIZE_MAX);
+}
+
+/* Queue pairs cannot be shut, and the first that is destroyed waits for let(&d->knobs.at_destroy). */
+static inline void hold_ends(hx_verbs_device_t *d)
+{
+    TELL(d, to->shut_fails = ALWAYS);
+    hold(&d->knobs.at_destroy, 1);
 }
 
 /* What was on the wire arrives. Answers how much of it landed in memory; *sent_p: of how many. */

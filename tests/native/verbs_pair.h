@@ -3,6 +3,8 @@
 #ifndef VERBS_PAIR_H
 #define VERBS_PAIR_H
 
+#include <sys/socket.h>
+
 #include "pair.h"
 #include "verbs_double.h"
 
@@ -109,6 +111,50 @@ static inline bool good_again(pair_t *p, uint64_t *token_p)
         CHECK(p->a.of[token].status == HX_ERR_CONNECTION || p->a.of[token].status == HX_ERR_REMOTE_ACCESS);
     }
     return false;
+}
+
+static inline void linger(int ms)
+{
+    for (double end = seconds() + ms / 1e3; seconds() < end;)
+        pump_all(1);
+}
+
+/* A write that its device has not carried out. */
+static inline void write_held(pair_t *p, uint64_t token)
+{
+    hold_back(p->da);
+    memset(here, 0x11, 4096);
+    CHECK_EQ(post_at(p, HX_WRITE, token, 0, 4096, NULL), HX_OK);
+    SOON(waiting(p->da) == 2);
+}
+
+static inline void take_back(pair_t *p, uint64_t off, uint64_t n, uint64_t token)
+{
+    CHECK_EQ(hx_region_revoke(p->target, NULL, (uint64_t[]){off, n}, 1, token), HX_OK);
+}
+
+static inline uint32_t status_of(side_t *s, uint64_t token)
+{
+    WAIT(s->done[token].count >= 1);
+    return s->done[token].status;
+}
+
+/* Its socket ends, without a goodbye. */
+static inline void cut(side_t *s)
+{
+    pthread_mutex_lock(&s->engine->control.fork_mu); /* which the thread holds that closes it */
+    shutdown(s->ep->link->fd, SHUT_RDWR);
+    pthread_mutex_unlock(&s->engine->control.fork_mu);
+}
+
+/* The owner has it in its hands from here on: nothing lands, neither what is held nor what is on the wire. */
+static inline void untouched(pair_t *p, size_t *sent_p)
+{
+    memset(there, 0x55, 4096);
+    let_go(p->da);
+    CHECK_EQ(arrive(sent_p), 0);
+    linger(20);
+    CHECK(all_are(there, 4096, 0x55));
 }
 
 static inline void begin_verbs(void)
