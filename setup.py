@@ -46,7 +46,7 @@ class BuildExt(build_ext):
 
 
 sources = sorted({"_native/_core.pyx", *glob("_native/*.c")} - {"_native/_core.c"})
-depends = sorted([*glob("_native/*.h"), *glob("_native/*.pxd")])
+depends = sorted([*glob("_native/*.h"), *glob("_native/*.px[di]")])
 core = Extension("aiohixl._core", sources, depends=depends, extra_compile_args=CFLAGS, extra_link_args=LDFLAGS)
 binding = Extension(
     "aiohixl._provider_hixl",

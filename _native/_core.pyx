@@ -600,36 +600,6 @@ cdef class Endpoint:
     def credit(self, uint32_t notes):
         check(hx.hx_endpoint_credit(self.ep, notes))
 
-    def post_one(self, uint32_t kind, uint64_t token, Region local not None, uint64_t local_off,
-                 RemoteRegion remote not None, uint64_t rkey, uint64_t remote_off, uint64_t nbytes,
-                 uintptr_t after=0):
-        """One row, no note. Answers a handle, or -1 - nanoseconds when it completed inside the call."""
-        cdef hx.hx_segment_t seg
-        cdef hx.hx_post_t post
-        cdef uint64_t handle = 0, index = NO_INDEX
-        cdef hx.hx_bool done = False
-        cdef hx.hx_status_t status
-        seg.local = local.region
-        seg.remote = remote.rregion
-        seg.rkey = rkey
-        seg.local_off = &local_off
-        seg.remote_off = &remote_off
-        seg.nbytes = NULL
-        seg.each = nbytes
-        seg.n = 1
-        memset(&post, 0, sizeof(post))
-        post.kind = kind
-        post.token = token
-        post.epoch = hx.HX_EPOCH_NOW
-        post.segments = &seg
-        post.nsegments = 1
-        post.after = <void *>after
-        # Bounded: the checks and at most inline_limit bytes of copy. Releasing the GIL would cost more.
-        status = hx.hx_post(self.ep, &post, &handle, &index, &done)
-        if status != hx.HX_OK:
-            raise StatusError(<int>status, 0, index)
-        return -1 - <int64_t>handle if done else handle
-
     def post(self, uint32_t kind, uint64_t token, list segments not None, *, uint64_t epoch=hx.HX_EPOCH_NOW,
              bytes note=None, bytes topic=b"", bint aborted=False, uintptr_t after=0):
         """Rows grouped by pair of regions: (local, remote, rkey, local offsets, remote offsets, length or lengths)."""
@@ -700,3 +670,6 @@ cdef Endpoint wrap_endpoint(Engine engine, hx.hx_endpoint_t *ep):
     self.ep = ep
     self.engine = engine
     return self
+
+
+include "short_way.pxi"

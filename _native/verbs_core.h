@@ -6,7 +6,7 @@
  * pairs that have failed are the provider's thread's, which sleeps otherwise.
  *
  * `mu` guards all of it, but registrations (`reg_mu`). It is held across calls that post and poll, and, on the thread, across
- * those that make and destroy queue pairs; posting and draining threads only try to take it. */
+ * those that make queue pairs; posting and draining threads only try to take it. */
 #ifndef HX_VERBS_CORE_H
 #define HX_VERBS_CORE_H
 
@@ -147,6 +147,12 @@ static inline uint64_t hx_verbs_base(uint64_t name)
     return name >> 32 & (HX_VERBS_PAGE - 1);
 }
 
+/* Of two times, where 0 is never. */
+static inline uint64_t hx_verbs_sooner(uint64_t a, uint64_t b)
+{
+    return !a || (b && b < a) ? b : a;
+}
+
 /* verbs_engine.c */
 void hx_verbs_wake(hx_verbs_t *v);
 void hx_verbs_finish(hx_vdone_t *done); /* not under mu */
@@ -169,10 +175,6 @@ uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now,
                        hx_vdone_t *done); /* under mu, which it drops; when to look again, or 0 */
 void hx_verbs_free_notes(hx_vpeer_t *p);
 void hx_verbs_fail(hx_vpeer_t *p, const char *why); /* its queue pair must go; under mu */
-/* Under mu: nothing that was on a queue pair of it can arrive, or leave, any more; and, none of them is there. */
-bool hx_verbs_harmless(const hx_vpeer_t *p);
-bool hx_verbs_quiet(const hx_vpeer_t *p);
-bool hx_verbs_ending(const hx_vpeer_t *p); /* one of them is being destroyed */
 void hx_verbs_keep_out(hx_endpoint_t *ep);
 uint64_t hx_verbs_kept_out(hx_endpoint_t *ep);
 void hx_verbs_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_t gen);
@@ -180,6 +182,16 @@ size_t hx_verbs_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *spa
 bool hx_verbs_holds(hx_endpoint_t *ep, uint64_t tag);
 void hx_verbs_recall(hx_endpoint_t *ep);
 bool hx_verbs_idle(hx_endpoint_t *ep);
+
+/* verbs_end.c; under mu */
+/* Nothing that was on a queue pair of it can arrive, or leave, any more; none of them is there; one is being destroyed; and,
+ * there are so many that no more should be made. */
+bool hx_verbs_harmless(const hx_vpeer_t *p);
+bool hx_verbs_quiet(const hx_vpeer_t *p);
+bool hx_verbs_ending(const hx_vpeer_t *p);
+bool hx_verbs_crowded(const hx_vpeer_t *p);
+void hx_verbs_down(hx_vpeer_t *p, const char *why, bool gone); /* its queue pair is given up; may drop mu */
+uint64_t hx_verbs_tend_ends(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done); /* when to look again, or 0 */
 
 /* verbs_memory.c */
 void hx_verbs_adopt(hx_engine_t *engine, void *state, hx_region_t *region);

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The queue pair to a peer, from the first to the last of them.
  *
- * Both ends make one and tell the other (PATH). One that has failed, or with which something must be taken back, is destroyed,
- * which is when its device touches no memory of ours any more; then another is made, of the next generation, and the peer is
- * told. A peer that hears of a newer generation than its own does the same, and answers with it: what was still on its way to
+ * Both ends make one and tell the other (PATH). One that has failed, or with which something must be taken back, is given up: a
+ * thread of its own shuts it, and then destroys it. Another is made as soon as it is shut, of the next generation, and the peer
+ * is told. A peer that hears of a newer generation than its own does the same, and answers with it: what was still on its way to
  * the old one arrives nowhere, and until that answer we count its bytes as on their way. */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -11,7 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "link.h"
 #include "verbs_core.h"
@@ -43,9 +42,6 @@ static void release_notes(hx_vpeer_t *p)
 #define DELAY_MAX_NS 2000000000ull
 #define HELD_NS 10000000000ull
 #define PREDECESSOR_NS 1000000ull /* until another look at a queue pair of an earlier link */
-/* A queue pair that is shut takes nothing in (InfiniBand Architecture Specification, volume 1, 10.3.1: the error state), and a card
- * says so when it is true. A device in software may be in the middle of a packet: it has so long to end with that. */
-#define SETTLE_NS 100000000ull
 
 void hx_verbs_fail(hx_vpeer_t *p, const char *why)
 {
@@ -53,40 +49,6 @@ void hx_verbs_fail(hx_vpeer_t *p, const char *why)
         snprintf(p->why, sizeof p->why, "%s", why);
     p->failed = true;
     p->usable = false;
-}
-
-bool hx_verbs_harmless(const hx_vpeer_t *p)
-{
-    bool harmless = !p->qp;
-    for (const hx_vend_t *end = p->ends; end; end = end->next)
-        harmless &= end->harmless;
-    return harmless;
-}
-
-bool hx_verbs_quiet(const hx_vpeer_t *p)
-{
-    return !p->qp && !p->ends;
-}
-
-bool hx_verbs_ending(const hx_vpeer_t *p)
-{
-    bool ending = false;
-    for (const hx_vend_t *end = p->ends; end; end = end->next)
-        ending |= !end->stands;
-    return ending;
-}
-
-static bool crowded(const hx_vpeer_t *p)
-{
-    size_t n = 0;
-    for (const hx_vend_t *end = p->ends; end; end = end->next)
-        n++;
-    return n >= HX_VERBS_ENDS;
-}
-
-static uint64_t sooner(uint64_t a, uint64_t b)
-{
-    return !a || (b && b < a) ? b : a;
 }
 
 static bool lost(const hx_vpeer_t *p)
@@ -143,148 +105,6 @@ static bool make(hx_vpeer_t *p, uint64_t now)
     }
     p->mine.generation = generation < p->theirs.generation ? p->theirs.generation : generation;
     return true;
-}
-
-/* What was on the queue pair is `end`'s from here on. Until the peer's end has gone as well, notes that say that bytes will not come
- * are held. */
-static void take_along(hx_vpeer_t *p, hx_vend_t *end, bool gone)
-{
-    end->last_id = p->reqs.tail && !p->reqs.tail->returned ? hx_verbs_last_id(p->reqs.tail) : 0;
-    end->reqs = p->reqs;
-    p->reqs = (hx_vreqs_t){NULL, NULL};
-    for (hx_vreq_t *r = end->reqs.head; r; r = r->next) {
-        hx_op_t *op = r->op;
-        hx_note_t *note = op->note;
-        r->among = &end->reqs;
-        hx_op_fail(op, HX_ERR_CONNECTION, 0, 0, end->why);
-        hx_op_cancel_as(op, atomic_load(&op->gen), hx_op_verdict(op)); /* who waits is told in cancel_grace */
-        atomic_store(&op->progress_ns, 0);
-        if (gone)
-            continue;
-        p->limbo = true;
-        p->limbo_generation = p->mine.generation;
-        p->limbo_ns = 0;
-        if (note && op->kind == HX_WRITE) {
-            op->note = NULL;
-            note->aborted = true;
-            note->next = NULL;
-            *(p->held ? &p->held_tail->next : &p->held) = note;
-            p->held_tail = note;
-        }
-    }
-}
-
-/* Whether the device gives back all that was on it. A send queue works in order, also where it fails. */
-static bool flush(const hx_vend_t *end)
-{
-    bool flushed = !end->last_id;
-    for (uint64_t until = hx_now_ns() + SETTLE_NS; !flushed && hx_now_ns() < until;) {
-        hx_verbs_wc_t list[32];
-        int n = end->v->lib->poll(end->qp, list, 32);
-        for (int i = 0; i < n; i++)
-            flushed |= list[i].id == end->last_id;
-        if (n < 0)
-            break;
-        if (!n)
-            usleep(100);
-    }
-    return flushed;
-}
-
-/* Not under mu. Shut, a queue pair takes nothing in and sends nothing; and what its device has given back, it does not look at any
- * more. Without these, it has to be destroyed first. */
-static void *end_it(void *arg)
-{
-    hx_vend_t *end = arg;
-    hx_verbs_t *v = end->v;
-    bool shut = v->lib->shut(end->qp) == 0;
-    uint64_t now = hx_now_ns();
-    bool flushed = shut && flush(end);
-    pthread_mutex_lock(&v->mu);
-    end->shut_ns = shut ? now : 0;
-    end->flushed = flushed;
-    pthread_mutex_unlock(&v->mu);
-    hx_verbs_wake(v);
-    int error = v->lib->destroy(end->qp);
-    pthread_mutex_lock(&v->mu);
-    end->error = error;
-    end->over = true;
-    pthread_mutex_unlock(&v->mu);
-    hx_verbs_wake(v);
-    return NULL;
-}
-
-/* Under mu, which it may drop: the queue pair goes, and with it what was on it. */
-static void down(hx_vpeer_t *p, const char *why, bool gone)
-{
-    hx_vend_t *end = hx_alloc(sizeof *end);
-    end->v = p->v;
-    end->qp = p->qp;
-    end->keep_seq = p->keep_seq;
-    snprintf(end->why, sizeof end->why, "%s", why);
-    p->usable = false;
-    p->since_ns = hx_now_ns();
-    p->qp = NULL; /* nobody posts or polls from here on */
-    take_along(p, end, gone);
-    end->next = p->ends;
-    p->ends = end;
-    end->threaded = hx_thread_start(&end->thread, end_it, end, "hx-verbs-end");
-    if (!end->threaded) {
-        pthread_mutex_unlock(&p->v->mu);
-        end_it(end);
-        pthread_mutex_lock(&p->v->mu);
-    }
-}
-
-/* The device may touch our memory for ever: nobody is told that it does not, nor is anybody to wait for it for ever. */
-static void leave_standing(hx_vpeer_t *p, hx_vend_t *end)
-{
-    hx_engine_t *engine = p->v->engine;
-    end->stands = true;
-    engine->abandoned = true;
-    p->stuck |= !end->shut_ns;
-    snprintf(p->why, sizeof p->why, "the queue pair cannot be destroyed: %.80s", strerror(end->error));
-    for (const hx_vreq_t *r = end->reqs.head; r; r = r->next)
-        hx_op_report_early(engine, r->op, atomic_load(&r->op->gen));
-}
-
-static void now_harmless(hx_vpeer_t *p, hx_vend_t *end, uint64_t now)
-{
-    end->harmless = true;
-    if (end->keep_seq > atomic_load(&p->kept_seq))
-        atomic_store(&p->kept_seq, end->keep_seq);
-    p->limbo_ns = now;
-    hx_control_wake(p->v->engine); /* revocations may wait for it */
-}
-
-/* When to look again. */
-static uint64_t tend_ends(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
-{
-    uint64_t due = 0;
-    for (hx_vend_t **at = &p->ends; *at;) {
-        hx_vend_t *end = *at;
-        if (end->over && end->threaded) {
-            pthread_join(end->thread, NULL);
-            end->threaded = false;
-        }
-        if (end->over && end->error && !end->stands)
-            leave_standing(p, end);
-        bool destroyed = end->over && !end->error;
-        uint64_t settled = end->shut_ns + SETTLE_NS;
-        if (!end->harmless && (destroyed || (end->shut_ns && now >= settled)))
-            now_harmless(p, end, now);
-        if (!end->harmless && end->shut_ns)
-            due = sooner(due, settled);
-        while (end->reqs.head && (destroyed || (end->harmless && end->flushed)))
-            hx_verbs_over(end->reqs.head, HX_ERR_CONNECTION, 0, NULL, done);
-        if (destroyed) {
-            *at = end->next;
-            free(end);
-        } else {
-            at = &end->next;
-        }
-    }
-    return due;
 }
 
 /* The queue pair stays where it is meanwhile: `join` says so. */
@@ -375,31 +195,31 @@ uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
 {
     uint64_t patience = p->v->engine->config.handshake_timeout_ns;
     bool gone = p->v->stopping || p->released || lost(p);
-    uint64_t due = sooner(sweep(p, now, done), tend_ends(p, now, done));
+    uint64_t due = hx_verbs_sooner(sweep(p, now, done), hx_verbs_tend_ends(p, now, done));
     if (p->join == HX_VJOIN_OVER)
         end_join(p);
     bool joining = p->join == HX_VJOIN_RUNNING; /* its end wakes us; nothing is posted on that queue pair before */
     if (gone || p->stuck) {
         if (p->qp && !joining)
-            down(p, "the peer is gone", gone);
+            hx_verbs_down(p, "the peer is gone", gone);
         if (p->limbo && (gone || p->theirs.generation > p->limbo_generation))
             end_limbo(p);
         fail_queued(p, done);
         return due;
     }
     if (p->qp && !joining && p->failed)
-        down(p, p->why, false);
+        hx_verbs_down(p, p->why, false);
     if (p->qp && !joining && p->theirs.generation > p->mine.generation)
-        down(p, "the peer has made its end anew", false);
-    if (!p->qp && hx_verbs_harmless(p) && !crowded(p)) { /* else that wakes us */
+        hx_verbs_down(p, "the peer has made its end anew", false);
+    if (!p->qp && hx_verbs_harmless(p) && !hx_verbs_crowded(p)) { /* else that wakes us */
         if (now < p->next_ns)
-            due = sooner(due, p->next_ns);
+            due = hx_verbs_sooner(due, p->next_ns);
         else if (predecessor(p->v, p->ep))
-            due = sooner(due, now + PREDECESSOR_NS);
+            due = hx_verbs_sooner(due, now + PREDECESSOR_NS);
         else if (make(p, now))
             say(p);
         else
-            due = sooner(due, p->next_ns);
+            due = hx_verbs_sooner(due, p->next_ns);
     }
     bool both = p->qp && !p->failed && p->theirs.generation == p->mine.generation;
     if (both && !p->mine.joined && !joining)
@@ -413,14 +233,14 @@ uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
                 snprintf(p->why, sizeof p->why, "the peer does not make its end of the queue pair");
             fail_queued(p, done);
         } else {
-            due = sooner(due, p->since_ns + patience + 1);
+            due = hx_verbs_sooner(due, p->since_ns + patience + 1);
         }
     }
     if (p->limbo && p->limbo_ns) {
         if (now > p->limbo_ns + patience) /* as long as anything can be on its way */
             end_limbo(p);
         else
-            due = sooner(due, p->limbo_ns + patience + 1);
+            due = hx_verbs_sooner(due, p->limbo_ns + patience + 1);
     }
     hx_verbs_pump(p, false, done);
     return p->qp && p->failed && p->join != HX_VJOIN_RUNNING ? now : due;

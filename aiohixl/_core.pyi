@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of the native core, ``_native/_core.pyx``. Names, payloads and paths are bytes; the package decodes them."""
 
-from typing import Final, NoReturn, Self, TypedDict, TypeVar, final, type_check_only
+from collections.abc import Collection, Generator
+from contextvars import ContextVar
+from typing import Any, Final, Generic, NoReturn, Self, TypedDict, TypeVar, final, type_check_only
 
 import numpy as np
 import numpy.typing as npt
@@ -216,19 +218,6 @@ class Endpoint:
     def expect(self, change: int) -> None: ...
     def close(self) -> None: ...
     def credit(self, notes: int) -> None: ...
-    def post_one(
-        self,
-        kind: int,
-        token: int,
-        local: Region,
-        local_off: int,
-        remote: RemoteRegion,
-        rkey: int,
-        remote_off: int,
-        nbytes: int,
-        # An event of the NPU (aclrtEvent) to wait for, which must live until the transfer has quiesced.
-        after: int = 0,
-    ) -> int: ...
     def post(
         self,
         kind: int,
@@ -242,3 +231,42 @@ class Endpoint:
         aborted: bool = False,
         after: int = 0,
     ) -> int: ...
+
+_TransferT = TypeVar("_TransferT", bound=TransferState)
+
+@disjoint_base
+class Turns:
+    def __init__(self, awaits_per_turn: int) -> None: ...
+    def take_turn(self) -> bool: ...
+
+@final
+class Answer: ...
+
+@disjoint_base
+class TransferState:
+    # What they mean is said by `aiohixl.transfer.Transfer`, which also says of what types the private ones are.
+    elapsed: float | None
+    keep: Any
+    kind: str
+    nbytes: int
+    quiesced: bool
+    token: int
+    _handle: int
+    _done: bool
+    _cancelling: bool
+    _observed: bool
+    def __init__(self, origin: object, queue: Turns, token: int, kind: str, nbytes: int, keep: object) -> None: ...
+    def __await__(self) -> Generator[Any, Any, Self]: ...
+
+@final
+class Poster(Generic[_TransferT]):
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        queue: Turns,
+        scopes: ContextVar[Any],
+        parked: Collection[object],
+        span: type,
+        transfer: type[_TransferT],
+    ) -> None: ...
+    def post(self, origin: object, kind: int, name: str, local: object, remote: object) -> _TransferT | None: ...

@@ -46,12 +46,13 @@ def wake(futures: list[asyncio.Future[None]]) -> None:
     futures.clear()
 
 
-class CompletionQueue:
+class CompletionQueue(_core.Turns):
     """One per engine. Everything but `new_token`, `expect` and `forget` belongs to the loop's thread."""
 
     def __init__(
         self, core: _core.Engine, loop: asyncio.AbstractEventLoop, on_event: Callable[[NativeEvent], None]
     ) -> None:
+        super().__init__(INLINE_AWAITS_PER_TURN)
         self.core = core
         self.loop = loop
         self.thread_id = threading.get_ident()
@@ -65,7 +66,6 @@ class CompletionQueue:
         self.busy_poll = 0.0
         self._woken: collections.deque[Waiter] = collections.deque()
         self._waking = False  # `_run_woken` is running, or will
-        self._turn = 0
         self._reading = False
         self._turning = False
         self._turn_until = 0.0
@@ -112,14 +112,6 @@ class CompletionQueue:
             self._waking = bool(woken)  # KeyboardInterrupt
             if woken:
                 self.loop.call_soon(self._run_woken)
-
-    def take_turn(self) -> bool:
-        """True when an await that need not wait should let others run first."""
-        self._turn += 1
-        if self._turn < INLINE_AWAITS_PER_TURN:
-            return False
-        self._turn = 0
-        return True
 
     def keep_turning(self) -> None:
         """Somebody begins to wait: look at every turn of the loop for `busy_poll`; other tasks run beside it."""

@@ -18,7 +18,7 @@ from aiohixl.completion import CompletionQueue, wake
 from aiohixl.errors import HixlError, QueueFullError, RegionError, TransferAbortedError, make_error
 from aiohixl.npu import moment
 from aiohixl.region import Region, RemoteRegion, Span, as_int64
-from aiohixl.scope import Scope, any_open, scoped
+from aiohixl.scope import Scope, any_open, open_scopes, scoped
 from aiohixl.scratch import ScratchDesk
 from aiohixl.transfer import REASONS, Transfer
 
@@ -65,6 +65,12 @@ class _Parked(NamedTuple):
     after: int
 
 
+def _extent(memory: Any) -> tuple[Any, int, int]:
+    if type(memory) is Span:
+        return memory.target, memory.offset, memory.nbytes
+    return memory, 0, getattr(memory, "nbytes", 0)
+
+
 class _Held(NamedTuple):
     """What a transfer keeps, with the NPU's event that it waits for."""
 
@@ -87,6 +93,7 @@ class RemoteEngine:
         self._lost: tuple[str, str] | None = None
         self.name = endpoint.name
         self._announced = Announced(self.name)
+        self._poster = _core.Poster(endpoint, self._queue, open_scopes, self._parked, Span, Transfer)
 
     @property
     def is_lost(self) -> bool:
@@ -149,7 +156,8 @@ class RemoteEngine:
 
     def became_lost(self, status: str, text: str) -> None:
         self._lost = status, f"peer {self.name!r} is lost: {text}; connect again"
-        parked, self._parked = self._parked, deque()
+        parked = [*self._parked]
+        self._parked.clear()
         for entry in parked:
             entry.transfer.fail(make_error(status, f"{self.describe(entry.transfer)}: the peer is lost: {text}"))
         wake(self._announced.news)
@@ -159,31 +167,19 @@ class RemoteEngine:
 
     def read(self, local: Region | Span, remote: RemoteRegion | Span, *, after: Any = None) -> Transfer:
         """Fetch the bytes of `remote` into `local` (equal lengths). Otherwise as `write`."""
+        if after is None:
+            transfer = self._poster.post(self, _core.READ, "read", local, remote)
+            if transfer is not None:
+                return transfer
         return self._one("read", local, remote, None, b"", after)
 
     #: The same as `read`: every post may be made from any thread. Off the loop a full queue is a `QueueFullError`.
     post_read = read
 
-    def _one(
-        self,
-        kind: str,
-        local: Any,
-        remote: Any,
-        note: bytes | None,
-        topic: bytes,
-        after: Any,
-        counted: bool = False,  # by the scopes that are open
-    ) -> Transfer:
-        if not counted and any_open():
-            return scoped(self, lambda: self._one(kind, local, remote, note, topic, after, True))
-        if type(local) is Span:
-            region, lo, nbytes = local.target, local.offset, local.nbytes
-        else:
-            region, lo, nbytes = local, 0, getattr(local, "nbytes", 0)
-        if type(remote) is Span:
-            target, ro, there = remote.target, remote.offset, remote.nbytes
-        else:
-            target, ro, there = remote, 0, getattr(remote, "nbytes", 0)
+    def _one(self, kind: str, local: Any, remote: Any, note: bytes | None, topic: bytes, after: Any) -> Transfer:
+        """The long way of one row; the short one is `_core.Poster`."""
+        region, lo, nbytes = _extent(local)
+        target, ro, there = _extent(remote)
         if not isinstance(region, Region) or type(target) is not RemoteRegion:
             raise RegionError(
                 f"{kind} takes a region or span of this engine first and one of the peer second, "
@@ -193,38 +189,9 @@ class RemoteEngine:
             raise RegionError(
                 f"{kind} between unequal lengths: {nbytes} bytes here, {there} bytes at peer {self.name!r}"
             )
-        if kind == "read" and region.readonly:
-            region.refuse_read()
-        if region._quarantine:
-            region.check_quarantine(lo, nbytes)
-        if note is not None or self._parked:
-            los, ros = np.array([lo], np.int64), np.array([ro], np.int64)
-            segment = (region, target.handle, target.rkey, los, ros, nbytes)
-            return self._post_now(kind, [segment], nbytes, note, topic, after=after)
-        event = 0
-        if after is not None or region.device != "cpu":
-            event, keep = moment(after, region.device)
-            if event:
-                local = _Held(local, keep)
-        queue = self._queue
-        transfer = Transfer(self, queue, kind, nbytes, local)
-        token = transfer.token
-        queue.sinks[token] = transfer
-        try:
-            handle = self._endpoint.post_one(
-                KINDS[kind], token, region, lo, target.handle, target.rkey, ro, nbytes, event
-            )
-        except _core.StatusError as exc:
-            los, ros = np.array([lo], np.int64), np.array([ro], np.int64)
-            segment = (region, target.handle, target.rkey, los, ros, nbytes)
-            self._not_posted(exc, _Parked(transfer, [segment], _core.EPOCH_NOW, None, b"", False, event))
-        else:
-            if handle < 0:
-                del queue.sinks[token]
-                transfer.complete_inline(-1 - handle)
-            else:
-                transfer.posted(handle)
-        return transfer
+        los, ros = np.array([lo], np.int64), np.array([ro], np.int64)
+        segment = (region, target.handle, target.rkey, los, ros, nbytes)
+        return self._post(kind, [segment], nbytes, note, topic, after=after)
 
     def read_many(
         self,
@@ -308,7 +275,8 @@ class RemoteEngine:
             if region.device != "cpu":
                 device = region.device
         event, held = moment(after, device)
-        transfer = Transfer(self, self._queue, kind, nbytes, _Held(segments, held) if event else segments)
+        keep = _Held(segments, held) if event else segments
+        transfer = Transfer(self, self._queue, self._queue.new_token(), kind, nbytes, keep)
         entry = _Parked(transfer, segments, epoch, note, topic, aborted, event)
         if self._parked:
             self._park(entry)

@@ -12,9 +12,9 @@ from typing import Any, Self
 from aiohixl.gate import PostGate
 from aiohixl.transfer import Transfer, outlast, wait_all
 
-__all__ = ["Scope", "any_open", "scoped"]
+__all__ = ["Scope", "any_open", "open_scopes", "scoped"]
 
-_open: ContextVar[tuple[Scope, ...]] = ContextVar("aiohixl_scopes", default=())
+open_scopes: ContextVar[tuple[Scope, ...]] = ContextVar("aiohixl_scopes", default=())
 
 
 class Scope:
@@ -31,14 +31,14 @@ class Scope:
 
     async def __aenter__(self) -> Self:
         self.gate.open()
-        self._token = _open.set((*_open.get(), self))
+        self._token = open_scopes.set((*open_scopes.get(), self))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._token is not None:
-            _open.reset(self._token)
+            open_scopes.reset(self._token)
             self._token = None
         late = await self.gate.close()
         if error is None and late is None:
@@ -53,7 +53,7 @@ class Scope:
 
 def scoped(peer: Any, post: Callable[[], Transfer]) -> Transfer:
     """Make a post to this peer, in the scopes that it falls into."""
-    scopes = [scope for scope in _open.get() if scope.peer is peer and scope.gate.begin()]
+    scopes = [scope for scope in open_scopes.get() if scope.peer is peer and scope.gate.begin()]
     try:
         transfer = post()
         for scope in scopes:
@@ -65,4 +65,4 @@ def scoped(peer: Any, post: Callable[[], Transfer]) -> Transfer:
 
 
 #: What is open around the caller, if anything: asked for by each post.
-any_open = _open.get
+any_open = open_scopes.get

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Protocol
 
+from aiohixl import _core
 from aiohixl.completion import CompletionQueue, Record, wake
 from aiohixl.errors import ClosedError, HixlError, make_error
 from aiohixl.hixl import explain
@@ -36,49 +37,27 @@ class Origin(Protocol):
     def release(self, transfer: Transfer) -> None: ...
 
 
-class Transfer(Coroutine[Any, Any, "Transfer"]):
+class Transfer(_core.TransferState, Coroutine[Any, Any, "Transfer"]):
     """A read, a write or a note on its way. Made by a peer's methods only."""
 
-    __slots__ = (
-        "__weakref__",
-        "_cancelling",
-        "_done",
-        "_drivers",
-        "_error",
-        "_handle",
-        "_observed",
-        "_origin",
-        "_queue",
-        "_quiescers",
-        "_waiters",
-        "elapsed",
-        "keep",
-        "kind",
-        "nbytes",
-        "quiesced",
-        "token",
-    )
+    __slots__ = ()
 
-    def __init__(self, origin: Origin, queue: CompletionQueue, kind: str, nbytes: int, keep: Any) -> None:
-        self._origin = origin
-        self._queue = queue
-        self.token = queue.new_token()
-        self._handle = 0
-        self._done = False
-        self._cancelling = False
-        self._observed = False
-        self._error: HixlError | None = None
-        self._waiters: list[Waiter] | None = None
-        self._quiescers: list[asyncio.Future[None]] | None = None
-        self._drivers: dict[asyncio.Task[Any] | None, Generator[Any, Any, Transfer]] | None = None
-        self.keep = keep  # the memory, while the native side may touch it
-        self.kind = kind
-        #: Bytes that the transfer moves; once it has failed, those that had landed.
-        self.nbytes = nbytes
-        #: Seconds from the post until the bytes were visible at their destination; None before.
-        self.elapsed: float | None = None
-        #: False from a failure until the native side has let go of the memory (see `wait_quiesced`).
-        self.quiesced = False
+    _origin: Origin
+    _queue: CompletionQueue
+    _error: HixlError | None
+    _unseen: _Unseen | None
+    _waiters: list[Waiter] | None
+    _quiescers: list[asyncio.Future[None]] | None
+    _drivers: dict[asyncio.Task[Any] | None, Generator[Any, Any, Transfer]] | None
+    kind: str
+    #: The memory, while the native side may touch it.
+    keep: Any
+    #: Bytes that the transfer moves; once it has failed, those that had landed.
+    nbytes: int
+    #: Seconds from the post until the bytes were visible at their destination; None before.
+    elapsed: float | None
+    #: False from a failure until the native side has let go of the memory (see `wait_quiesced`).
+    quiesced: bool
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error else "done"
@@ -96,8 +75,13 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
 
     def exception(self) -> HixlError | None:
         """Why it failed, or None. Looking at it counts as awaiting it."""
-        self._observed = True
+        self._observe()
         return self._error
+
+    def _observe(self) -> None:
+        self._observed = True
+        if self._unseen is not None:
+            self._unseen.seen = True
 
     def complete_inline(self, elapsed_ns: int) -> None:
         self._done = self.quiesced = True
@@ -110,11 +94,11 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         if not self._done:
             name = self._queue.statuses[status]
             self.elapsed = elapsed_ns * 1e-9
-            if name != "OK":
-                self._error = self._make_error(name, sys_errno, index, code, detail or "")
+            error = None if name == "OK" else self._make_error(name, sys_errno, index, code, detail or "")
             if not quiesced:
                 self._origin.quarantine(self)  # which tells how many bytes it was to move
-            if name != "OK":
+            if error is not None:
+                self._fail(error)
                 self.nbytes = nbytes
             self._finish()
         elif quiesced:
@@ -131,10 +115,15 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
 
     def fail(self, error: HixlError) -> None:
         """It was never handed to the native side, and will not be."""
-        self._error = error
+        self._fail(error)
         self.nbytes = 0
         self._let_go()
         self._finish()
+
+    def _fail(self, error: HixlError) -> None:
+        self._error = error
+        if not self._observed:
+            self._unseen = _Unseen(self, error)
 
     def _finish(self) -> None:
         self._done = True
@@ -155,16 +144,6 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
             text += f": {detail}"
         return make_error(name, text, sys_errno)
 
-    def __del__(self) -> None:
-        if self._error is not None and not self._observed and not self._queue.loop.is_closed():
-            self._queue.loop.call_exception_handler(
-                {
-                    "message": "a failed Transfer was never awaited",
-                    "exception": self._error,
-                    "transfer": repr(self),
-                }
-            )
-
     # ---- cancelling ----
 
     def cancel(self) -> bool:
@@ -182,7 +161,7 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
 
     def detach(self) -> None:
         """Nobody will await it: a failure is not reported to the loop."""
-        self._observed = True
+        self._observe()
 
     def posted(self, handle: int) -> None:
         self._handle = handle
@@ -214,7 +193,8 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
 
     # ---- awaiting ----
 
-    def __await__(self) -> Generator[Any, Any, Transfer]:
+    def _await(self) -> Generator[Any, Any, Transfer]:
+        """What an await does where there is more to it than that it is complete."""
         if not self._done:
             yield from self._wait()
         elif self._queue.take_turn():
@@ -222,6 +202,7 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
             yield
         self._observed = True
         if self._error is not None:
+            self._observe()
             raise self._error.with_traceback(None)
         return self
 
@@ -248,7 +229,7 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
                 self.cancel()
                 if isinstance(exc, asyncio.CancelledError):
                     yield from self._wait_until_done()
-            self._observed = True
+            self._observe()
             raise
 
     def _wait_until_done(self) -> Generator[Any, Any, None]:
@@ -291,7 +272,7 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         task = _current_task()
         driver = self._drivers.get(task)
         if driver is None:
-            driver = self._drivers[task] = self.__await__()
+            driver = self._drivers[task] = self._await()
         return driver
 
     def _drop(self) -> None:
@@ -304,6 +285,25 @@ class Transfer(Coroutine[Any, Any, "Transfer"]):
         except BaseException:
             self._drop()
             raise
+
+
+class _Unseen:
+    """Goes with its failed transfer, and complains if nobody has looked at it; most do not fail, and have none."""
+
+    __slots__ = ("context", "loop", "seen")
+
+    def __init__(self, transfer: Transfer, error: HixlError) -> None:
+        self.seen = False
+        self.loop = transfer._queue.loop
+        self.context = {
+            "message": "a failed Transfer was never awaited",
+            "exception": error,
+            "transfer": repr(transfer),
+        }
+
+    def __del__(self) -> None:
+        if not self.seen and not self.loop.is_closed():
+            self.loop.call_exception_handler(self.context)
 
 
 def _current_task() -> asyncio.Task[Any] | None:

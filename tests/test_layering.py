@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     # One direction: engine -> peer -> transfer -> completion -> _core, and region beside them.
     "waiter": set(),
     "completion": {"_core", "waiter"},
-    "transfer": {"completion", "hixl", "waiter"},
+    "transfer": {"_core", "completion", "hixl", "waiter"},
     "gate": {"completion"},
     "scope": {"gate", "transfer"},
     "stream": {"gate", "transfer"},

@@ -50,7 +50,7 @@ class Bench:
         self.queue = CompletionQueue(self.core, asyncio.get_running_loop(), lambda event: None)  # type: ignore[arg-type]
 
     def post(self) -> Transfer:
-        transfer = Transfer(Origin(), self.queue, "write", 4096, None)
+        transfer = Transfer(Origin(), self.queue, self.queue.new_token(), "write", 4096, None)
         self.queue.expect(transfer.token, transfer)
         return transfer
 
