@@ -88,7 +88,7 @@ cdef class TransferState:
 cdef class Poster:
     """Posts one row of plain memory, without a note, in no scope.
 
-    `post` answers the transfer; None when it is not that, or the native side does not take it. Nothing has happened then.
+    `post` answers the transfer; None when it is not that, or the native side does not take it, with nothing changed.
     """
 
     cdef object queue, scopes, parked, span, transfer, new_token
