@@ -98,7 +98,7 @@ class Transfer(_core.TransferState, Coroutine[Any, Any, "Transfer"]):
             if not quiesced:
                 self._origin.quarantine(self)  # which tells how many bytes it was to move
             if error is not None:
-                self._fail(error)
+                self._error = error
                 self.nbytes = nbytes
             self._finish()
         elif quiesced:
@@ -115,18 +115,15 @@ class Transfer(_core.TransferState, Coroutine[Any, Any, "Transfer"]):
 
     def fail(self, error: HixlError) -> None:
         """It was never handed to the native side, and will not be."""
-        self._fail(error)
+        self._error = error
         self.nbytes = 0
         self._let_go()
         self._finish()
 
-    def _fail(self, error: HixlError) -> None:
-        self._error = error
-        if not self._observed:
-            self._unseen = _Unseen(self, error)
-
     def _finish(self) -> None:
         self._done = True
+        if self._error is not None and not self._observed:
+            self._unseen = _Unseen(self, self._error)
         if self._waiters is not None:
             self._queue.wake(self._waiters)
             self._waiters = None
