@@ -345,11 +345,11 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
     else if (!remote->direct)
         why = "the peer's memory is not registered with HIXL on its side";
     else if (local && atomic_load(&local->state) == HX_REGION_READY && atomic_load(&local->adoption) == HX_ADOPT_NONE) {
-        why = "the local memory is not registered with HIXL: ";
+        why = "the local memory is not registered with HIXL";
         obstacle = local->obstacle;
     }
     if (text && why)
-        snprintf(text, HX_TEXT_MAX, "%s%.800s", why, obstacle ? obstacle : "");
+        snprintf(text, HX_TEXT_MAX, "%s%s%.800s", why, obstacle ? ": " : "", obstacle ? obstacle : "");
     else if (text)
         snprintf(text, HX_TEXT_MAX, "one-sided, by HIXL to %s", ep->hixl->address);
     return why ? HX_ERR_NO_PATH : HX_OK;

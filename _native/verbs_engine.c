@@ -327,11 +327,11 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
     else if (!remote->direct)
         why = "the peer's memory is not registered with its RDMA device";
     else if (local && atomic_load(&local->state) == HX_REGION_READY && atomic_load(&local->adoption) == HX_ADOPT_NONE) {
-        why = "the local memory is not registered: ";
+        why = "the local memory is not registered";
         obstacle = local->obstacle;
     }
     if (text && why)
-        snprintf(text, HX_TEXT_MAX, "%s%.800s", why, obstacle ? obstacle : "");
+        snprintf(text, HX_TEXT_MAX, "%s%s%.800s", why, obstacle ? ": " : "", obstacle ? obstacle : "");
     else if (text)
         snprintf(text, HX_TEXT_MAX, "one-sided, by the RDMA device %s", ep->verbs->v->info.device);
     return why ? HX_ERR_NO_PATH : HX_OK;

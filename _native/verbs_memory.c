@@ -56,7 +56,9 @@ static void run_adopt(hx_job_t *job)
     hx_vjob_t *j = (hx_vjob_t *)job;
     hx_region_t *region = j->region;
     hx_verbs_t *v = j->v;
-    char text[HX_TEXT_MAX] = "the engine is being closed";
+    char text[HX_TEXT_MAX];
+    snprintf(text, sizeof text, "%s",
+             atomic_load(&v->engine->stopping) ? "the engine is being closed" : "the RDMA device is gone");
     free(j);
     pthread_mutex_lock(&v->reg_mu);
     bool wanted = !v->over && atomic_load(&region->refs) > 1; /* or its memory may be somebody else's by now */

@@ -225,7 +225,8 @@ static bool ready(hx_op_t *op, bool *waits_p)
         if (state == HX_REGION_FAILED)
             hx_op_fail(op, HX_ERR_REGION_CLOSED, 0, 0, NULL);
         else if (!coming && adoption != HX_ADOPT_HELD)
-            hx_op_fail(op, HX_ERR_NO_PATH, 0, 0, local->obstacle);
+            hx_op_fail(op, HX_ERR_NO_PATH, 0, 0,
+                       local->obstacle ? local->obstacle : "the RDMA device has forgotten it");
         else if (!coming && op->kind == HX_READ && !local->lwrite)
             hx_op_fail(op, HX_ERR_NO_PATH, 0, 0, "the memory cannot be written");
         if (atomic_load(&op->parts[i].remote->dead))
