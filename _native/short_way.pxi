@@ -60,7 +60,8 @@ cdef class TransferState:
     """What is known of a transfer; `aiohixl.transfer` says what it means, and has the rest of the class."""
 
     cdef object __weakref__
-    cdef public object _drivers, _error, _origin, _queue, _quiescers, _unseen, _waiters
+    cdef readonly Turns _queue
+    cdef public object _drivers, _error, _origin, _quiescers, _unseen, _waiters
     cdef public object elapsed, keep, kind, nbytes
     cdef public uint64_t _handle, token
     cdef public bint _cancelling, _done, _observed, quiesced
@@ -74,8 +75,8 @@ cdef class TransferState:
         self.keep = keep
 
     def __await__(self):
-        cdef Turns turns = <Turns>self._queue
-        if not self._done or self._error is not None or turns.turn + 1 >= turns.awaits_per_turn:
+        cdef Turns turns = self._queue
+        if turns is None or not self._done or self._error is not None or turns.turn + 1 >= turns.awaits_per_turn:
             return self._await()
         turns.turn += 1
         self._observed = True
@@ -91,11 +92,12 @@ cdef class Poster:
     `post` answers the transfer; None when it is not that, or the native side does not take it, with nothing changed.
     """
 
-    cdef object queue, scopes, parked, span, transfer, new_token
+    cdef object scopes, parked, span, remote, transfer, new_token
+    cdef Turns queue
     cdef dict sinks
     cdef Endpoint endpoint
 
-    def __init__(self, Endpoint endpoint not None, Turns queue not None, scopes, parked, span, transfer):
+    def __init__(self, Endpoint endpoint not None, Turns queue not None, scopes, parked, span, remote, transfer):
         if not issubclass(transfer, TransferState):
             raise TypeError("transfers are made of TransferState")
         self.endpoint = endpoint
@@ -103,6 +105,7 @@ cdef class Poster:
         self.scopes = scopes  # their context variable
         self.parked = parked
         self.span = span
+        self.remote = remote
         self.transfer = transfer
         self.new_token = queue.new_token
         self.sinks = queue.sinks
@@ -119,32 +122,36 @@ cdef class Poster:
 
     def post(self, origin, uint32_t kind, name, local, remote):
         cdef object region = local, target = remote, far
-        cdef uint64_t lo = 0, ro = 0, nbytes, there, handle = 0, index
+        cdef uint64_t lo = 0, ro = 0, nbytes, there, rkey, handle = 0, index
         cdef hx.hx_bool done = False
         cdef hx.hx_segment_t seg
         cdef hx.hx_post_t post
         cdef TransferState made
         if self.parked or self.scopes.get():
             return None
-        if type(local) is self.span:
-            region = local.target
-            lo = local.offset
-        if type(remote) is self.span:
-            target = remote.target
-            ro = remote.offset
-        far = getattr(target, "handle", None)
-        if not isinstance(region, Region) or not isinstance(far, RemoteRegion):
-            return None
-        nbytes = local.nbytes
-        there = remote.nbytes
-        if nbytes != there or region._quarantine or region.device != "cpu":
-            return None
-        if kind == hx.HX_READ and region.readonly:
+        try:
+            if type(local) is self.span:
+                region = local.target
+                lo = local.offset
+            if type(remote) is self.span:
+                target = remote.target
+                ro = remote.offset
+            if not isinstance(region, Region) or type(target) is not self.remote:
+                return None
+            far = target.handle
+            rkey = target.rkey
+            nbytes = local.nbytes
+            there = remote.nbytes
+            if nbytes != there or region._quarantine or region.device != "cpu":
+                return None
+            if not isinstance(far, RemoteRegion) or (kind == hx.HX_READ and region.readonly):
+                return None
+        except (AttributeError, OverflowError, TypeError):  # somebody has written to what is read here
             return None
         made = self.made(origin, name, nbytes)
         seg.local = (<Region>region).region
         seg.remote = (<RemoteRegion>far).rregion
-        seg.rkey = target.rkey
+        seg.rkey = rkey
         seg.local_off = &lo
         seg.remote_off = &ro
         seg.nbytes = NULL

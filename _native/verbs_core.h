@@ -24,16 +24,11 @@ typedef struct hx_verbs hx_verbs_t;
 typedef struct hx_vreq hx_vreq_t;
 typedef struct hx_vend hx_vend_t;
 
-typedef struct {
-    hx_vreq_t *head, *tail; /* oldest first */
-} hx_vreqs_t;
-
 /* A part of an operation that the device works on. */
 struct hx_vreq {
-    hx_vreq_t *next, *prev; /* of `among` */
+    hx_vreq_t *next, *prev; /* of its peer, oldest first */
     hx_op_t *op;            /* NULL: free */
     hx_vpeer_t *peer;
-    hx_vreqs_t *among; /* its peer's, or those that went with a queue pair */
     hx_batch_t batch;
     uint64_t nbytes;
     uint32_t index, gen, nwr;
@@ -46,17 +41,17 @@ struct hx_vend {
     hx_vend_t *next; /* of its peer */
     hx_verbs_t *v;
     hx_verbs_qp_t *qp;
-    hx_vreqs_t reqs;
+    hx_op_t **ops; /* for each request that was on it; they count it still */
+    size_t nops;
     pthread_t thread;
     bool threaded;
-    uint64_t keep_seq; /* revocations up to here are kept when it is harmless */
-    uint64_t last_id;  /* of the last work request on it; 0: the device has returned it, or there is none */
-    uint64_t shut_ns;  /* shut since; 0: not yet */
-    bool flushed;      /* the device has given all of them back */
-    bool harmless;     /* nothing arrives there, or leaves from it, any more */
-    bool over;         /* the thread has tried all, with this error: */
+    uint64_t last_id; /* of the last work request on it; 0: the device has returned it, or there is none */
+    uint64_t shut_ns; /* shut since; 0: not yet */
+    bool flushed;     /* the device has given all of them back */
+    bool harmless;    /* nothing arrives there, or leaves from it, any more */
+    bool over;        /* the thread has tried all, with this error: */
     int error;
-    bool stands; /* and the queue pair cannot be destroyed */
+    bool stands; /* and the queue pair cannot be destroyed, or was not in time when the engine was closed */
     char why[128];
 };
 
@@ -97,7 +92,7 @@ struct hx_vpeer {
     _Atomic uint64_t kept_seq;        /* and are kept by now */
     uint32_t used, depth, inline_max; /* work requests in the send queue; bytes */
     hx_opq_t runq;
-    hx_vreqs_t reqs;
+    hx_vreq_t *reqs_head, *reqs_tail;
     hx_note_t *held, *held_tail; /* aborted ones, for as long as it is in limbo */
     char why[128];
 };
@@ -114,6 +109,7 @@ struct hx_verbs {
     pthread_mutex_t mu, inbox_mu, reg_mu, wake_mu;
     hx_opq_t inbox; /* posts that found mu taken; under inbox_mu */
     pthread_t thread;
+    uint64_t stopping_ns;                  /* since */
     bool started, stopping, stopped, over; /* over: no registrations any more; under reg_mu */
     bool gone, told_gone;                  /* the device */
     bool hungry;                           /* somebody waits for a request */
@@ -164,7 +160,7 @@ bool hx_verbs_submit_now(hx_op_t *op);
 bool hx_verbs_take_posts(hx_verbs_t *v);
 /* `small`: on a thread that others wait for; large lists are left to the provider's. */
 void hx_verbs_pump(hx_vpeer_t *p, bool small, hx_vdone_t *done);
-void hx_verbs_over(hx_vreq_t *r, hx_status_t status, uint32_t code, const char *detail, hx_vdone_t *done);
+void hx_verbs_forget(hx_vreq_t *r); /* it is nobody's any more; its operation counts it still */
 void hx_verbs_maybe_done(hx_op_t *op, hx_vdone_t *done);
 bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_vdone_t *done); /* takes in what has completed; true: something */
 
@@ -192,6 +188,7 @@ bool hx_verbs_ending(const hx_vpeer_t *p);
 bool hx_verbs_crowded(const hx_vpeer_t *p);
 void hx_verbs_down(hx_vpeer_t *p, const char *why, bool gone); /* its queue pair is given up; may drop mu */
 uint64_t hx_verbs_tend_ends(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done); /* when to look again, or 0 */
+void hx_verbs_leave(hx_vpeer_t *p); /* what a driver has not come back from by now: the engine is abandoned with it */
 
 /* verbs_memory.c */
 void hx_verbs_adopt(hx_engine_t *engine, void *state, hx_region_t *region);

@@ -48,13 +48,16 @@ bool hx_verbs_crowded(const hx_vpeer_t *p)
  * are held. */
 static void take_along(hx_vpeer_t *p, hx_vend_t *end, bool gone)
 {
-    end->last_id = p->reqs.tail && !p->reqs.tail->returned ? hx_verbs_last_id(p->reqs.tail) : 0;
-    end->reqs = p->reqs;
-    p->reqs = (hx_vreqs_t){NULL, NULL};
-    for (hx_vreq_t *r = end->reqs.head; r; r = r->next) {
+    size_t n = 0;
+    for (const hx_vreq_t *r = p->reqs_head; r; r = r->next)
+        n++;
+    end->ops = hx_alloc((n + 1) * sizeof *end->ops);
+    end->last_id = n && !p->reqs_tail->returned ? hx_verbs_last_id(p->reqs_tail) : 0;
+    for (hx_vreq_t *r; (r = p->reqs_head);) {
         hx_op_t *op = r->op;
         hx_note_t *note = op->note;
-        r->among = &end->reqs;
+        end->ops[end->nops++] = op;
+        hx_verbs_forget(r);
         hx_op_fail(op, HX_ERR_CONNECTION, 0, 0, end->why);
         hx_op_cancel_as(op, atomic_load(&op->gen), hx_op_verdict(op)); /* who waits is told in cancel_grace */
         atomic_store(&op->progress_ns, 0);
@@ -118,7 +121,6 @@ void hx_verbs_down(hx_vpeer_t *p, const char *why, bool gone)
     hx_vend_t *end = hx_alloc(sizeof *end);
     end->v = p->v;
     end->qp = p->qp;
-    end->keep_seq = p->keep_seq;
     snprintf(end->why, sizeof end->why, "%s", why);
     p->usable = false;
     p->since_ns = hx_now_ns();
@@ -135,22 +137,46 @@ void hx_verbs_down(hx_vpeer_t *p, const char *why, bool gone)
 }
 
 /* The device may touch our memory for ever: nobody is told that it does not, nor is anybody to wait for it for ever. */
-static void leave_standing(hx_vpeer_t *p, hx_vend_t *end)
+static void leave(hx_vpeer_t *p, hx_vend_t *end)
 {
     hx_engine_t *engine = p->v->engine;
     end->stands = true;
     engine->abandoned = true;
     p->stuck |= !end->shut_ns;
-    snprintf(p->why, sizeof p->why, "the queue pair cannot be destroyed: %.80s", strerror(end->error));
-    for (const hx_vreq_t *r = end->reqs.head; r; r = r->next)
-        hx_op_report_early(engine, r->op, atomic_load(&r->op->gen));
+    snprintf(p->why, sizeof p->why, "the queue pair cannot be destroyed: %.80s",
+             end->over ? strerror(end->error) : "its driver does not answer");
+    for (size_t i = 0; i < end->nops; i++)
+        hx_op_report_early(engine, end->ops[i], atomic_load(&end->ops[i]->gen));
+}
+
+void hx_verbs_leave(hx_vpeer_t *p)
+{
+    for (hx_vend_t *end = p->ends; end; end = end->next) {
+        if (end->threaded)
+            pthread_detach(end->thread);
+        end->threaded = false;
+        if (!end->stands)
+            leave(p, end);
+    }
+    if (p->join == HX_VJOIN_RUNNING)
+        pthread_detach(p->joiner);
+}
+
+/* The device is done with what was on it. */
+static void give_back(hx_vend_t *end, hx_vdone_t *done)
+{
+    for (size_t i = 0; i < end->nops; i++) {
+        end->ops[i]->requests--;
+        hx_verbs_maybe_done(end->ops[i], done);
+    }
+    end->nops = 0;
 }
 
 static void now_harmless(hx_vpeer_t *p, hx_vend_t *end, uint64_t now)
 {
     end->harmless = true;
-    if (end->keep_seq > atomic_load(&p->kept_seq))
-        atomic_store(&p->kept_seq, end->keep_seq);
+    if (p->keep_seq > atomic_load(&p->kept_seq)) /* there is no other end that it could write to */
+        atomic_store(&p->kept_seq, p->keep_seq);
     p->limbo_ns = now;
     hx_control_wake(p->v->engine); /* revocations may wait for it */
 }
@@ -165,17 +191,18 @@ uint64_t hx_verbs_tend_ends(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
             end->threaded = false;
         }
         if (end->over && end->error && !end->stands)
-            leave_standing(p, end);
+            leave(p, end);
         bool destroyed = end->over && !end->error;
         uint64_t settled = end->shut_ns + SETTLE_NS;
         if (!end->harmless && (destroyed || (end->shut_ns && now >= settled)))
             now_harmless(p, end, now);
         if (!end->harmless && end->shut_ns)
             due = hx_verbs_sooner(due, settled);
-        while (end->reqs.head && (destroyed || (end->harmless && end->flushed)))
-            hx_verbs_over(end->reqs.head, HX_ERR_CONNECTION, 0, NULL, done);
+        if (destroyed || (end->harmless && end->flushed))
+            give_back(end, done);
         if (destroyed) {
             *at = end->next;
+            free(end->ops);
             free(end);
         } else {
             at = &end->next;

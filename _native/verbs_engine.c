@@ -101,6 +101,16 @@ static void warn(hx_verbs_t *v, const char *what)
     hx_event_emit(v->engine, ev, NULL, 0, text, strlen(text));
 }
 
+/* What a driver has for its queue pairs when the engine is closed, at least. */
+#define STOP_NS 2000000000ull
+
+/* Under mu. */
+static bool too_late(const hx_verbs_t *v, uint64_t now)
+{
+    uint64_t grace = 2 * v->engine->config.cancel_grace_ns;
+    return v->stopping && now > v->stopping_ns + (grace > STOP_NS ? grace : STOP_NS);
+}
+
 static void *run(void *arg)
 {
     hx_verbs_t *v = arg;
@@ -146,9 +156,14 @@ static void *run(void *arg)
                 hx_verbs_fail(p, "the device is gone");
             uint64_t at = hx_verbs_tend(p, now, &done);
             due = at && (!due || at < due) ? at : due;
-            live |= p->qp || p->runq.head || hx_verbs_ending(p);
+            bool standing_still = (p->qp || hx_verbs_ending(p)) && too_late(v, now);
+            if (standing_still) {
+                v->engine->abandoned = true;
+                hx_verbs_leave(p);
+            }
+            live |= p->runq.head || ((p->qp || hx_verbs_ending(p)) && !standing_still);
             standing |= !hx_verbs_quiet(p);
-            refill |= p->usable && p->runq.head && p->reqs.head;
+            refill |= p->usable && p->runq.head && p->reqs_head;
         }
         gone = v->gone;
         stopping = v->stopping;
@@ -269,6 +284,7 @@ static void stop(hx_engine_t *engine, void *state)
     v->stopped = true;
     pthread_mutex_lock(&v->mu);
     v->stopping = true;
+    v->stopping_ns = hx_now_ns();
     pthread_mutex_unlock(&v->mu);
     if (v->started) {
         hx_verbs_wake(v);
@@ -278,7 +294,7 @@ static void stop(hx_engine_t *engine, void *state)
     if (!v->gone && v->device) /* if it is gone, the setup thread may be closing it */
         epoll_ctl(engine->epoll_fd, EPOLL_CTL_DEL, v->info.fd, NULL);
     for (const hx_vpeer_t *p = v->peers; p; p = p->next)
-        engine->stuck_peers += p->ends != NULL;
+        engine->stuck_peers += !hx_verbs_quiet(p);
     if (!engine->abandoned)
         hx_verbs_forget_all(v);
     pthread_mutex_lock(&v->wake_mu);

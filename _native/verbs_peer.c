@@ -41,7 +41,7 @@ static void release_notes(hx_vpeer_t *p)
 #define DELAY_MIN_NS 10000000ull
 #define DELAY_MAX_NS 2000000000ull
 #define HELD_NS 10000000000ull
-#define PREDECESSOR_NS 1000000ull /* until another look at a queue pair of an earlier link */
+#define PREDECESSOR_NS 100000000ull /* until another look at a queue pair of an earlier link; its end wakes us, too */
 
 void hx_verbs_fail(hx_vpeer_t *p, const char *why)
 {
@@ -160,7 +160,7 @@ static uint64_t sweep(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
         hx_verbs_maybe_done(op, done);
     }
     p->runq = alive;
-    for (const hx_vreq_t *r = p->reqs.head; r; r = r->next) {
+    for (const hx_vreq_t *r = p->reqs_head; r; r = r->next) {
         hx_status_t verdict = hx_op_verdict(r->op);
         if (verdict == HX_OK)
             continue;
@@ -331,7 +331,7 @@ void hx_verbs_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint3
     (void)engine;
     pthread_mutex_lock(&v->mu);
     for (hx_vpeer_t *p = v->peers; p; p = p->next)
-        for (const hx_vreq_t *r = p->reqs.head; r; r = r->next)
+        for (const hx_vreq_t *r = p->reqs_head; r; r = r->next)
             if (r->op == op && atomic_load(&op->gen) == gen) {
                 hx_verbs_fail(p, "a transfer made no progress for stall_timeout");
                 break;
@@ -382,10 +382,10 @@ size_t hx_verbs_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *spa
     hx_vdone_t done = {NULL};
     pthread_mutex_lock(&p->v->mu);
     hx_verbs_drain(p->v, true, &done); /* what has completed is not there any more, whether the loop knows or not */
-    for (hx_vreq_t *r = p->reqs.head; r; r = r->next)
+    for (hx_vreq_t *r = p->reqs_head; r; r = r->next)
         count++;
     uint64_t *tags = hx_alloc((count + 1) * sizeof *tags);
-    for (hx_vreq_t *r = p->reqs.head; r; r = r->next)
+    for (hx_vreq_t *r = p->reqs_head; r; r = r->next)
         if (meets(r, region, spans, n))
             tags[found++] = tag_of(r);
     if (p->limbo)
@@ -408,7 +408,7 @@ bool hx_verbs_holds(hx_endpoint_t *ep, uint64_t tag)
     pthread_mutex_lock(&p->v->mu);
     hx_verbs_drain(p->v, true, &done); /* what has completed is not there any more, whether the loop knows or not */
     const hx_vreq_t *r = &p->v->reqs[(uint32_t)tag % HX_VERBS_REQUESTS];
-    bool holds = p->limbo || (!(tag & IN_LIMBO) && r->op && r->among == &p->reqs && tag_of(r) == tag);
+    bool holds = p->limbo || (!(tag & IN_LIMBO) && r->op && tag_of(r) == tag);
     pthread_mutex_unlock(&p->v->mu);
     hx_verbs_finish(&done);
     return holds;
@@ -422,7 +422,7 @@ void hx_verbs_recall(hx_endpoint_t *ep)
     hx_vdone_t done = {NULL};
     pthread_mutex_lock(&p->v->mu);
     hx_verbs_drain(p->v, true, &done); /* what has completed is not there any more, whether the loop knows or not */
-    if (p->reqs.head)
+    if (p->reqs_head)
         hx_verbs_fail(p, "the queue pair was given up for its owner, who takes memory back");
     pthread_mutex_unlock(&p->v->mu);
     hx_verbs_finish(&done);
@@ -460,7 +460,7 @@ bool hx_verbs_idle(hx_endpoint_t *ep)
     hx_vdone_t done = {NULL};
     pthread_mutex_lock(&p->v->mu);
     hx_verbs_drain(p->v, true, &done); /* what has completed is not there any more, whether the loop knows or not */
-    bool idle = !p->reqs.head && !p->limbo;
+    bool idle = !p->reqs_head && !p->limbo;
     pthread_mutex_unlock(&p->v->mu);
     hx_verbs_finish(&done);
     return idle;

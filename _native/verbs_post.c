@@ -23,34 +23,41 @@ static hx_vreq_t *new_req(hx_vpeer_t *p, hx_op_t *op)
     v->nreqs++;
     r->op = op;
     r->peer = p;
-    r->among = &p->reqs;
     r->returned = false;
     r->next = NULL;
-    r->prev = p->reqs.tail;
-    *(r->prev ? &r->prev->next : &p->reqs.head) = r;
-    p->reqs.tail = r;
+    r->prev = p->reqs_tail;
+    *(r->prev ? &r->prev->next : &p->reqs_head) = r;
+    p->reqs_tail = r;
     op->requests++;
     return r;
 }
 
-static void unlist(hx_vreq_t *r)
+void hx_verbs_forget(hx_vreq_t *r)
 {
-    hx_verbs_t *v = r->peer->v;
-    *(r->prev ? &r->prev->next : &r->among->head) = r->next;
-    *(r->next ? &r->next->prev : &r->among->tail) = r->prev;
-    r->op->requests--;
+    hx_vpeer_t *p = r->peer;
+    hx_verbs_t *v = p->v;
+    *(r->prev ? &r->prev->next : &p->reqs_head) = r->next;
+    *(r->next ? &r->next->prev : &p->reqs_tail) = r->prev;
     r->gen++;
     r->op = NULL;
     r->next = v->free_reqs;
     v->free_reqs = r;
     v->nreqs--;
+    if (v->hungry)
+        hx_verbs_wake(v);
+}
+
+static void unlist(hx_vreq_t *r)
+{
+    r->op->requests--;
+    hx_verbs_forget(r);
 }
 
 /* A queue pair works in order, so only the oldest can stall. */
 static void start_clock(hx_vpeer_t *p)
 {
-    if (p->reqs.head && !atomic_load(&p->reqs.head->op->progress_ns))
-        atomic_store(&p->reqs.head->op->progress_ns, hx_now_ns());
+    if (p->reqs_head && !atomic_load(&p->reqs_head->op->progress_ns))
+        atomic_store(&p->reqs_head->op->progress_ns, hx_now_ns());
 }
 
 void hx_verbs_maybe_done(hx_op_t *op, hx_vdone_t *done)
@@ -61,17 +68,12 @@ void hx_verbs_maybe_done(hx_op_t *op, hx_vdone_t *done)
     done->head = op;
 }
 
-void hx_verbs_over(hx_vreq_t *r, hx_status_t status, uint32_t code, const char *detail, hx_vdone_t *done)
+static void over(hx_vreq_t *r, hx_vdone_t *done)
 {
     hx_op_t *op = r->op;
     hx_vpeer_t *p = r->peer;
-    if (status == HX_OK)
-        atomic_fetch_add_explicit(&op->moved, r->nbytes, memory_order_relaxed);
-    else
-        hx_op_fail(op, status, 0, code, detail);
+    atomic_fetch_add_explicit(&op->moved, r->nbytes, memory_order_relaxed);
     unlist(r);
-    if (p->v->hungry)
-        hx_verbs_wake(p->v);
     atomic_store(&op->progress_ns, 0);
     start_clock(p);
     hx_verbs_maybe_done(op, done);
@@ -284,7 +286,7 @@ static void complete(hx_vpeer_t *p, const hx_verbs_wc_t *wc, hx_vdone_t *done)
     if (!wc->status) {
         if (known) {
             p->used -= r->nwr;
-            hx_verbs_over(r, HX_OK, 0, NULL, done);
+            over(r, done);
         }
         return;
     }

@@ -267,6 +267,7 @@ class Poster(Generic[_TransferT]):
         scopes: ContextVar[Any],
         parked: Collection[object],
         span: type,
+        remote: type,
         transfer: type[_TransferT],
     ) -> None: ...
     def post(self, origin: object, kind: int, name: str, local: object, remote: object) -> _TransferT | None: ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import os
 import threading
@@ -112,6 +113,12 @@ class CompletionQueue(_core.Turns):
             self._waking = bool(woken)  # KeyboardInterrupt
             if woken:
                 self.loop.call_soon(self._run_woken)
+
+    def ended_within_its_post(self) -> None:
+        """No record comes of it; while a thread was posting it, somebody on the loop may have begun to wait for one."""
+        if self.after_drain is not None and not self.on_loop():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self.after_drain)
 
     def keep_turning(self) -> None:
         """Somebody begins to wait: look at every turn of the loop for `busy_poll`; other tasks run beside it."""

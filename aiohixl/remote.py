@@ -93,7 +93,7 @@ class RemoteEngine:
         self._lost: tuple[str, str] | None = None
         self.name = endpoint.name
         self._announced = Announced(self.name)
-        self._poster = _core.Poster(endpoint, self._queue, open_scopes, self._parked, Span, Transfer)
+        self._poster = _core.Poster(endpoint, self._queue, open_scopes, self._parked, Span, RemoteRegion, Transfer)
 
     @property
     def is_lost(self) -> bool:
@@ -304,6 +304,7 @@ class RemoteEngine:
         if handle < 0:
             queue.forget(transfer.token)
             transfer.complete_inline(-1 - handle)
+            queue.ended_within_its_post()
         else:
             transfer.posted(handle)
 

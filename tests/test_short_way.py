@@ -124,6 +124,44 @@ async def test_posts_from_threads(pair: Pair, ways: list[str], nbytes: int) -> N
     assert ways == []
 
 
+async def test_whoever_waits_hears_of_posts_from_threads(pair: Pair) -> None:
+    """One that ends within its post leaves no record; meanwhile, somebody may have begun to wait for one."""
+    a, _, peer = pair
+    here, there = await spans(pair, SMALL)
+    while not (first := peer.write(here, there)).done():
+        await first
+    heard: list[None] = []
+    after_drain, a.queue.after_drain = a.queue.after_drain, lambda: heard.append(None)
+    try:
+        thread = threading.Thread(target=lambda: made.append(peer.write_many(here, [0], there, [0], 8)))
+        made: list[aiohixl.Transfer] = []
+        thread.start()
+        thread.join()
+        assert made[0].done()
+        assert heard == []
+        for _ in range(3):
+            await asyncio.sleep(0.001)
+        assert heard
+    finally:
+        a.queue.after_drain = after_drain
+    await made[0]
+
+
+async def test_what_somebody_wrote_to_is_refused(pair: Pair) -> None:
+    peer = pair[2]
+    here, there = await spans(pair, SMALL)
+    for offset in (-5, 1 << 70, None, "x"):
+        span = there[:8]
+        span.offset = offset  # type: ignore[assignment]
+        with pytest.raises((aiohixl.HixlError, OverflowError, TypeError, ValueError)):
+            peer.write(here[:8], span)
+    transfer = peer.write(here, there)
+    with pytest.raises((AttributeError, TypeError)):
+        transfer._queue = ([],)  # type: ignore[assignment]
+    await transfer
+    assert peer.inflight == 0
+
+
 async def test_what_is_special_goes_the_long_way(pair: Pair, ways: list[str]) -> None:
     a, _, peer = pair
     here, there = await spans(pair, SMALL)
@@ -198,4 +236,4 @@ async def test_a_failure_that_nobody_saw(pair: Pair, quiet_loop: list[dict[str, 
 async def test_only_transfers_are_posted(pair: Pair) -> None:
     peer = pair[2]
     with pytest.raises(TypeError, match="TransferState"):
-        _core.Poster(peer._endpoint, pair[0].queue, ContextVar("scopes"), (), object, object)  # type: ignore[type-var]
+        _core.Poster(peer._endpoint, pair[0].queue, ContextVar("scopes"), (), object, object, object)  # type: ignore[type-var]

@@ -2,6 +2,7 @@
 /* The verbs provider with a driver that takes long to destroy a queue pair: a shut one is out of everybody's way. Only what was on
  * it waits. */
 #define _GNU_SOURCE
+#include "verbs_core.h"
 #include "verbs_pair.h"
 
 /* The next `n` that are destroyed stand still, shut. */
@@ -9,6 +10,15 @@ static void slow_ends(hx_verbs_device_t *d, unsigned n)
 {
     TELL(d, to->keeps = true);
     hold(&d->knobs.at_destroy, n);
+}
+
+static size_t requests_of(const pair_t *p)
+{
+    hx_verbs_t *v = p->a.ep->verbs->v;
+    pthread_mutex_lock(&v->mu);
+    size_t n = v->nreqs;
+    pthread_mutex_unlock(&v->mu);
+    return n;
 }
 
 /* A transfer that was on it fails, in words and in time; whoever comes next has another queue pair. */
@@ -22,6 +32,7 @@ static void test_the_next_one_works(void)
     SOON(held(&p.da->knobs.at_destroy) == 1);
     let_go(p.da);
     good(&p, 2);
+    CHECK_EQ(requests_of(&p), 0); /* other peers' transfers need them */
     WAIT(atomic_load(&p.a.of[1].earlies) == 1);
     CHECK_EQ(p.a.of[1].early_status, HX_ERR_CONNECTION);
     CHECK(p.a.of[1].early_says);
@@ -187,16 +198,46 @@ static void shut_for_ever(void)
     end_folder();
 }
 
-static void test_shut_for_ever(void)
+/* A driver that does not come back does not keep anybody from closing the engine. */
+static void stopped_meanwhile(void)
+{
+    pair_t p;
+    begin_verbs();
+    open_pair(&p);
+    write_held(&p, 1);
+    slow_ends(p.da, 1);
+    spoil(p.da);
+    SOON(held(&p.da->knobs.at_destroy) == 1);
+    double start = seconds();
+    CHECK(hx_engine_stop(p.a.engine) > 0);
+    CHECK(seconds() - start < PATIENCE);
+    pump(&p.a);
+    CHECK_EQ(atomic_load(&p.a.of[1].finals), 0);
+    CHECK_EQ(atomic_load(&p.a.of[1].earlies), 1);
+    CHECK(!p.da->closed);
+    hx_region_unref(p.local);
+    memset(here, 1, 4096);
+    side_drop(&p.a);
+    hx_engine_free(p.a.engine);
+    let(&p.da->knobs.at_destroy); /* at last; what it finds is all there */
+    SOON(counts_of(p.da).destroys == 1);
+    usleep(10000);
+    hx_region_unref(p.target);
+    side_close(&p.b);
+    end_folder();
+}
+
+static void test_for_ever(void)
 {
     in_a_process(shut_for_ever);
+    in_a_process(stopped_meanwhile);
 }
 
 int main(void)
 {
     static const case_t cases[] = {
         /* first: a process that has had threads cannot be forked into one that has, under TSan */
-        {"shut for ever", test_shut_for_ever},
+        {"for ever", test_for_ever},
         {"the next one works", test_the_next_one_works},
         {"given back at the shutting", test_given_back_at_the_shutting},
         {"nothing left to give back", test_nothing_left_to_give_back},
