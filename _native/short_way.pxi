@@ -87,17 +87,18 @@ cdef class TransferState:
 
 @cython.final
 cdef class Poster:
-    """Posts one row of plain memory, without a note, in no scope.
+    """Posts one row without a note, in no scope.
 
     `post` answers the transfer; None when it is not that, or the native side does not take it, with nothing changed.
     """
 
-    cdef object scopes, parked, span, remote, transfer, new_token
+    cdef object scopes, parked, span, remote, transfer, moment, held, new_token
     cdef Turns queue
     cdef dict sinks
     cdef Endpoint endpoint
 
-    def __init__(self, Endpoint endpoint not None, Turns queue not None, scopes, parked, span, remote, transfer):
+    def __init__(self, Endpoint endpoint not None, Turns queue not None, scopes, parked, span, remote, transfer,
+                 moment, held):
         if not issubclass(transfer, TransferState):
             raise TypeError("transfers are made of TransferState")
         self.endpoint = endpoint
@@ -107,6 +108,8 @@ cdef class Poster:
         self.span = span
         self.remote = remote
         self.transfer = transfer
+        self.moment = moment  # of an NPU's work: (event's handle, event)
+        self.held = held  # memory with an event
         self.new_token = queue.new_token
         self.sinks = queue.sinks
 
@@ -120,9 +123,10 @@ cdef class Poster:
         made.nbytes = nbytes
         return made
 
-    def post(self, origin, uint32_t kind, name, local, remote):
-        cdef object region = local, target = remote, far
+    def post(self, origin, uint32_t kind, name, local, remote, after):
+        cdef object region = local, target = remote, keep = local, device, far, event
         cdef uint64_t lo = 0, ro = 0, nbytes, there, rkey, handle = 0, index
+        cdef uintptr_t waits = 0
         cdef hx.hx_bool done = False
         cdef hx.hx_segment_t seg
         cdef hx.hx_post_t post
@@ -142,12 +146,17 @@ cdef class Poster:
             rkey = target.rkey
             nbytes = local.nbytes
             there = remote.nbytes
-            if nbytes != there or region._quarantine or region.device != "cpu":
+            device = region.device
+            if nbytes != there or region._quarantine:
                 return None
             if not isinstance(far, RemoteRegion) or (kind == hx.HX_READ and region.readonly):
                 return None
         except (AttributeError, OverflowError, TypeError):  # somebody has written to what is read here
             return None
+        if after is not None or device != "cpu":
+            waits, event = self.moment(after, device)
+            if waits:
+                keep = self.held(local, event)
         made = self.made(origin, name, nbytes)
         seg.local = (<Region>region).region
         seg.remote = (<RemoteRegion>far).rregion
@@ -163,6 +172,7 @@ cdef class Poster:
         post.epoch = hx.HX_EPOCH_NOW
         post.segments = &seg
         post.nsegments = 1
+        post.after = <void *>waits
         # Bounded: the checks and at most inline_limit bytes of copy. Releasing the GIL would cost more; and it is what
         # keeps records from being taken, and interrupts from being served, before the transfer is known.
         if hx.hx_post(self.endpoint.ep, &post, &handle, &index, &done) != hx.HX_OK:
@@ -172,6 +182,6 @@ cdef class Poster:
             made.elapsed = handle * 1e-9
         else:
             made._handle = handle
-            made.keep = local
+            made.keep = keep
             self.sinks[made.token] = made
         return made

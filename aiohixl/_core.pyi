@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of the native core, ``_native/_core.pyx``. Names, payloads and paths are bytes; the package decodes them."""
 
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextvars import ContextVar
 from typing import Any, Final, Generic, NoReturn, Self, TypedDict, TypeVar, final, type_check_only
 
@@ -269,5 +269,9 @@ class Poster(Generic[_TransferT]):
         span: type,
         remote: type,
         transfer: type[_TransferT],
+        moment: Callable[[Any, str], tuple[int, object]],
+        held: Callable[[Any, object], object],
     ) -> None: ...
-    def post(self, origin: object, kind: int, name: str, local: object, remote: object) -> _TransferT | None: ...
+    def post(
+        self, origin: object, kind: int, name: str, local: object, remote: object, after: object
+    ) -> _TransferT | None: ...

@@ -71,8 +71,8 @@ class Peer(RemoteEngine):
         `PeerLostError`, `TransferTimeoutError`, `ProviderError`. Cancelling the last await recalls it; the peer may
         then have any part of the bytes, and gets the note with ``aborted=True``.
         """
-        if note is None and after is None:
-            transfer = self._poster.post(self, _core.WRITE, "write", local, remote)
+        if note is None:
+            transfer = self._poster.post(self, _core.WRITE, "write", local, remote, after)
             if transfer is not None:
                 return transfer
         payload = None if note is None else _note_bytes(note)

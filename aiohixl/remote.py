@@ -93,7 +93,9 @@ class RemoteEngine:
         self._lost: tuple[str, str] | None = None
         self.name = endpoint.name
         self._announced = Announced(self.name)
-        self._poster = _core.Poster(endpoint, self._queue, open_scopes, self._parked, Span, RemoteRegion, Transfer)
+        self._poster = _core.Poster(
+            endpoint, self._queue, open_scopes, self._parked, Span, RemoteRegion, Transfer, moment, _Held
+        )
 
     @property
     def is_lost(self) -> bool:
@@ -167,11 +169,8 @@ class RemoteEngine:
 
     def read(self, local: Region | Span, remote: RemoteRegion | Span, *, after: Any = None) -> Transfer:
         """Fetch the bytes of `remote` into `local` (equal lengths). Otherwise as `write`."""
-        if after is None:
-            transfer = self._poster.post(self, _core.READ, "read", local, remote)
-            if transfer is not None:
-                return transfer
-        return self._one("read", local, remote, None, b"", after)
+        transfer = self._poster.post(self, _core.READ, "read", local, remote, after)
+        return transfer or self._one("read", local, remote, None, b"", after)
 
     #: The same as `read`: every post may be made from any thread. Off the loop a full queue is a `QueueFullError`.
     post_read = read

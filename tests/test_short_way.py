@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 import aiohixl
 from aiohixl import _core
+from aiohixl.npu import moment
 
 Pair = tuple[aiohixl.Engine, aiohixl.Engine, aiohixl.Peer]
 SMALL = 4096  # ends within its post
@@ -46,11 +48,12 @@ async def test_both_ways_do_the_same(pair: Pair, ways: list[str], nbytes: int) -
     peer = pair[2]
     here, there = await spans(pair, nbytes)
     seen = []
-    for number, after in enumerate((None, 0)):  # 0 says that there is nothing to wait for, the long way
+    for number, scope in enumerate((contextlib.nullcontext(), peer.scope())):
         np.frombuffer(memoryview(here), np.uint8)[:] = number + 1
-        transfer = peer.write(here[8:], there[8:], after=after)
-        assert await transfer is transfer
-        await peer.read(here[:8], there[8:16], after=after)
+        async with scope:
+            transfer = peer.write(here[8:], there[8:])
+            assert await transfer is transfer
+            await peer.read(here[:8], there[8:16])
         assert bytes(memoryview(here)[:8]) == bytes([number + 1] * 8)
         assert len(ways) == 2 * number
         assert (transfer.done(), transfer.exception(), transfer.quiesced) == (True, None, True)
@@ -166,13 +169,12 @@ async def test_what_is_special_goes_the_long_way(pair: Pair, ways: list[str]) ->
     a, _, peer = pair
     here, there = await spans(pair, SMALL)
     await peer.write(here, there, note=b"it")
-    await peer.write(here, there, after=0)
     async with peer.scope():
         peer.write(here, there)
-    assert len(ways) == 3
+    assert len(ways) == 2
     fixed = a.register(bytes(SMALL), access="r")
     await peer.write(fixed, there)
-    assert len(ways) == 3
+    assert len(ways) == 2
     with pytest.raises(aiohixl.RegionError, match="read-only"):
         peer.read(fixed, there)
     with pytest.raises(aiohixl.RegionError, match="unequal"):
@@ -236,4 +238,4 @@ async def test_a_failure_that_nobody_saw(pair: Pair, quiet_loop: list[dict[str, 
 async def test_only_transfers_are_posted(pair: Pair) -> None:
     peer = pair[2]
     with pytest.raises(TypeError, match="TransferState"):
-        _core.Poster(peer._endpoint, pair[0].queue, ContextVar("scopes"), (), object, object, object)  # type: ignore[type-var]
+        _core.Poster(peer._endpoint, pair[0].queue, ContextVar("scopes"), (), object, object, object, moment, tuple)  # type: ignore[type-var]
