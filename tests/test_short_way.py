@@ -48,7 +48,8 @@ async def test_both_ways_do_the_same(pair: Pair, ways: list[str], nbytes: int) -
     peer = pair[2]
     here, there = await spans(pair, nbytes)
     seen = []
-    for number, scope in enumerate((contextlib.nullcontext(), peer.scope())):
+    scopes: list[contextlib.AbstractAsyncContextManager[Any]] = [contextlib.nullcontext(), peer.scope()]
+    for number, scope in enumerate(scopes):
         np.frombuffer(memoryview(here), np.uint8)[:] = number + 1
         async with scope:
             transfer = peer.write(here[8:], there[8:])
@@ -236,6 +237,6 @@ async def test_a_failure_that_nobody_saw(pair: Pair, quiet_loop: list[dict[str, 
 
 
 async def test_only_transfers_are_posted(pair: Pair) -> None:
-    peer = pair[2]
+    queue, endpoint, scopes = pair[0].queue, pair[2]._endpoint, ContextVar[tuple[()]]("scopes")
     with pytest.raises(TypeError, match="TransferState"):
-        _core.Poster(peer._endpoint, pair[0].queue, ContextVar("scopes"), (), object, object, object, moment, tuple)  # type: ignore[type-var]
+        _core.Poster(endpoint, queue, scopes, (), object, object, object, moment, max)  # type: ignore[type-var]
