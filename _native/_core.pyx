@@ -402,6 +402,9 @@ cdef class Region:
     cdef readonly Engine engine
     cdef readonly object owner
     cdef public bint readonly  # its memory cannot be written: exported as such
+    # These are `aiohixl.region`'s; C looks at them with every post.
+    cdef public object device
+    cdef public dict _quarantine
 
     def __cinit__(self, Engine engine not None, uint64_t nbytes, uint32_t access, uint64_t addr=0, object owner=None,
                   Region parent=None, uint64_t offset=0, bint layout=False, bint device=False):

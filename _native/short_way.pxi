@@ -4,6 +4,7 @@
 What is special goes the long way (`aiohixl.remote`, `aiohixl.transfer`), which decides and explains. Nothing raises
 for a caller's mistake.
 """
+from cpython.contextvars cimport get_value
 from cpython.exc cimport PyErr_SetObject
 from cpython.object cimport PyObject, PyTypeObject
 
@@ -21,14 +22,20 @@ cdef extern from *:
 cdef tuple NO_ARGUMENTS = ()
 
 
-cdef class Turns:
-    """How many awaits in a row had nothing to wait for: one in so many gives other tasks a turn."""
+cdef class QueueState:
+    """Numbers of transfers; and how many awaits in a row had nothing to wait for: one in many gives others a turn."""
 
+    cdef uint64_t last_token
     cdef int turn
     cdef int awaits_per_turn
 
     def __init__(self, int awaits_per_turn):
         self.awaits_per_turn = awaits_per_turn
+
+    cpdef uint64_t new_token(self):
+        """Of this queue, from 1. Any thread."""
+        self.last_token += 1
+        return self.last_token
 
     cpdef bint take_turn(self):
         """True when an await that need not wait should let others run first."""
@@ -56,17 +63,24 @@ cdef PyObject *answer(PyObject *self) noexcept:
 make_iterator(Answer, &answer)
 
 
+cdef class Extent:
+    """`nbytes` bytes from `offset` of a region: a `Span`, which sees to it that they are inside."""
+
+    cdef public object target
+    cdef public uint64_t offset, nbytes
+
+
 cdef class TransferState:
     """What is known of a transfer; `aiohixl.transfer` says what it means, and has the rest of the class."""
 
     cdef object __weakref__
-    cdef readonly Turns _queue
+    cdef readonly QueueState _queue
     cdef public object _drivers, _error, _origin, _quiescers, _unseen, _waiters
     cdef public object elapsed, keep, kind, nbytes
     cdef public uint64_t _handle, token
     cdef public bint _cancelling, _done, _observed, quiesced
 
-    def __init__(self, origin, Turns queue not None, uint64_t token, kind, nbytes, keep):
+    def __init__(self, origin, QueueState queue not None, uint64_t token, kind, nbytes, keep):
         self._origin = origin
         self._queue = queue
         self.token = token
@@ -75,7 +89,7 @@ cdef class TransferState:
         self.keep = keep
 
     def __await__(self):
-        cdef Turns turns = self._queue
+        cdef QueueState turns = self._queue
         if turns is None or not self._done or self._error is not None or turns.turn + 1 >= turns.awaits_per_turn:
             return self._await()
         turns.turn += 1
@@ -92,25 +106,23 @@ cdef class Poster:
     `post` answers the transfer; None when it is not that, or the native side does not take it, with nothing changed.
     """
 
-    cdef object scopes, parked, span, remote, transfer, moment, held, new_token
-    cdef Turns queue
+    cdef object scopes, parked, remote, transfer, moment, held
+    cdef QueueState queue
     cdef dict sinks
     cdef Endpoint endpoint
 
-    def __init__(self, Endpoint endpoint not None, Turns queue not None, scopes, parked, span, remote, transfer,
-                 moment, held):
+    def __init__(self, Endpoint endpoint not None, QueueState queue not None, scopes, parked, remote, transfer, moment,
+                 held):
         if not issubclass(transfer, TransferState):
             raise TypeError("transfers are made of TransferState")
         self.endpoint = endpoint
         self.queue = queue
         self.scopes = scopes  # their context variable
         self.parked = parked
-        self.span = span
         self.remote = remote
         self.transfer = transfer
         self.moment = moment  # of an NPU's work: (event's handle, event)
         self.held = held  # memory with an event
-        self.new_token = queue.new_token
         self.sinks = queue.sinks
 
     cdef TransferState made(self, origin, kind, nbytes):
@@ -118,47 +130,50 @@ cdef class Poster:
         made = <TransferState>cls.tp_new(<type>self.transfer, <PyObject *>NO_ARGUMENTS, NULL)
         made._origin = origin
         made._queue = self.queue
-        made.token = self.new_token()
+        made.token = self.queue.new_token()
         made.kind = kind
         made.nbytes = nbytes
         return made
 
     def post(self, origin, uint32_t kind, name, local, remote, after):
-        cdef object region = local, target = remote, keep = local, device, far, event
+        cdef object keep = local, target = remote, near = local, far, event
         cdef uint64_t lo = 0, ro = 0, nbytes, there, rkey, handle = 0, index
         cdef uintptr_t waits = 0
         cdef hx.hx_bool done = False
         cdef hx.hx_segment_t seg
         cdef hx.hx_post_t post
         cdef TransferState made
-        if self.parked or self.scopes.get():
+        cdef Region region
+        if self.parked or get_value(self.scopes):
             return None
         try:
-            if type(local) is self.span:
-                region = local.target
-                lo = local.offset
-            if type(remote) is self.span:
-                target = remote.target
-                ro = remote.offset
-            if not isinstance(region, Region) or type(target) is not self.remote:
+            if isinstance(local, Extent):
+                near = (<Extent>local).target
+                lo = (<Extent>local).offset
+                nbytes = (<Extent>local).nbytes
+            else:
+                nbytes = local.nbytes
+            if isinstance(remote, Extent):
+                target = (<Extent>remote).target
+                ro = (<Extent>remote).offset
+                there = (<Extent>remote).nbytes
+            else:
+                there = remote.nbytes
+            if not isinstance(near, Region) or type(target) is not self.remote or nbytes != there:
                 return None
             far = target.handle
             rkey = target.rkey
-            nbytes = local.nbytes
-            there = remote.nbytes
-            device = region.device
-            if nbytes != there or region._quarantine:
-                return None
-            if not isinstance(far, RemoteRegion) or (kind == hx.HX_READ and region.readonly):
-                return None
-        except (AttributeError, OverflowError, TypeError):  # somebody has written to what is read here
+        except (AttributeError, OverflowError, TypeError):  # no regions, or somebody has written to what is read here
             return None
-        if after is not None or device != "cpu":
-            waits, event = self.moment(after, device)
+        region = <Region>near
+        if region._quarantine or not isinstance(far, RemoteRegion) or (kind == hx.HX_READ and region.readonly):
+            return None
+        if after is not None or region.device != "cpu":
+            waits, event = self.moment(after, region.device)
             if waits:
                 keep = self.held(local, event)
         made = self.made(origin, name, nbytes)
-        seg.local = (<Region>region).region
+        seg.local = region.region
         seg.remote = (<RemoteRegion>far).rregion
         seg.rkey = rkey
         seg.local_off = &lo

@@ -150,6 +150,8 @@ class Region:
         device: bool = False,
     ) -> Self: ...
     readonly: bool
+    device: str
+    _quarantine: dict[int, tuple[tuple[int, int], ...]]
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def engine(self) -> Engine: ...
@@ -235,9 +237,16 @@ class Endpoint:
 _TransferT = TypeVar("_TransferT", bound=TransferState)
 
 @disjoint_base
-class Turns:
+class QueueState:
     def __init__(self, awaits_per_turn: int) -> None: ...
+    def new_token(self) -> int: ...
     def take_turn(self) -> bool: ...
+
+@disjoint_base
+class Extent:
+    target: Any
+    offset: int
+    nbytes: int
 
 @final
 class Answer: ...
@@ -255,7 +264,7 @@ class TransferState:
     _done: bool
     _cancelling: bool
     _observed: bool
-    def __init__(self, origin: object, queue: Turns, token: int, kind: str, nbytes: int, keep: object) -> None: ...
+    def __init__(self, origin: object, queue: QueueState, token: int, kind: str, nbytes: int, keep: object) -> None: ...
     def __await__(self) -> Generator[Any, Any, Self]: ...
 
 @final
@@ -263,10 +272,9 @@ class Poster(Generic[_TransferT]):
     def __init__(
         self,
         endpoint: Endpoint,
-        queue: Turns,
+        queue: QueueState,
         scopes: ContextVar[Any],
         parked: Collection[object],
-        span: type,
         remote: type,
         transfer: type[_TransferT],
         moment: Callable[[Any, str], tuple[int, object]],

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -47,7 +46,7 @@ def wake(futures: list[asyncio.Future[None]]) -> None:
     futures.clear()
 
 
-class CompletionQueue(_core.Turns):
+class CompletionQueue(_core.QueueState):
     """One per engine. Everything but `new_token`, `expect` and `forget` belongs to the loop's thread."""
 
     def __init__(
@@ -61,7 +60,6 @@ class CompletionQueue(_core.Turns):
         self.after_drain: Callable[[], None] | None = None
         self.closed = False
         self.statuses = _core.statuses()
-        self.new_token = itertools.count(1).__next__
         self._on_event = on_event
         #: Seconds for which an await keeps the loop from going to sleep: to wake it costs more than a short transfer.
         self.busy_poll = 0.0

@@ -23,10 +23,12 @@ ACCESS = {"r": _core.ACCESS_READ, "w": _core.ACCESS_WRITE, "rw": _core.ACCESS_RE
 Spans = Iterable["Span | tuple[int, int]"]
 
 
-class Span:
+class Span(_core.Extent):
     """``nbytes`` bytes from ``offset`` of a region, inside it by construction. Slices to smaller spans."""
 
-    __slots__ = ("nbytes", "offset", "target")
+    __slots__ = ()
+
+    target: Region | RemoteRegion
 
     def __init__(self, target: Region | RemoteRegion, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > target.nbytes:
@@ -109,7 +111,7 @@ class Region(_core.Region):
         self._ready = self.is_ready
         self._error: RegionError | None = None
         self._waiters: list[asyncio.Future[None]] = []
-        self._quarantine: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._quarantine = {}
         self._leaving: Answer | None = None
         #: Its memory cannot be written, not even by us: nothing is read into it.
         self.readonly = False

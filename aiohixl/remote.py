@@ -94,7 +94,7 @@ class RemoteEngine:
         self.name = endpoint.name
         self._announced = Announced(self.name)
         self._poster = _core.Poster(
-            endpoint, self._queue, open_scopes, self._parked, Span, RemoteRegion, Transfer, moment, _Held
+            endpoint, self._queue, open_scopes, self._parked, RemoteRegion, Transfer, moment, _Held
         )
 
     @property

@@ -156,8 +156,8 @@ async def test_what_somebody_wrote_to_is_refused(pair: Pair) -> None:
     here, there = await spans(pair, SMALL)
     for offset in (-5, 1 << 70, None, "x"):
         span = there[:8]
-        span.offset = offset  # type: ignore[assignment]
-        with pytest.raises((aiohixl.HixlError, OverflowError, TypeError, ValueError)):
+        with pytest.raises((aiohixl.HixlError, OverflowError, TypeError)):
+            span.offset = offset  # type: ignore[assignment]
             peer.write(here[:8], span)
     transfer = peer.write(here, there)
     with pytest.raises((AttributeError, TypeError)):
@@ -239,4 +239,4 @@ async def test_a_failure_that_nobody_saw(pair: Pair, quiet_loop: list[dict[str, 
 async def test_only_transfers_are_posted(pair: Pair) -> None:
     queue, endpoint, scopes = pair[0].queue, pair[2]._endpoint, ContextVar[tuple[()]]("scopes")
     with pytest.raises(TypeError, match="TransferState"):
-        _core.Poster(endpoint, queue, scopes, (), object, object, object, moment, max)  # type: ignore[type-var]
+        _core.Poster(endpoint, queue, scopes, (), object, object, moment, max)  # type: ignore[type-var]
