@@ -91,7 +91,7 @@ def another_key(entry: dict[str, int]) -> None:
 
 
 def further_in(entry: dict[str, int]) -> None:
-    entry["direct"] += 4096 << 32
+    entry["direct"] += 4095 << 32  # what is mapped begins at a page, so that there is no carry
 
 
 def more_bytes(entry: dict[str, int]) -> None:
