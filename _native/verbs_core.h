@@ -95,6 +95,7 @@ struct hx_vpeer {
     hx_vreq_t *reqs_head, *reqs_tail;
     hx_note_t *held, *held_tail; /* aborted ones, for as long as it is in limbo */
     char why[128];
+    char obstacle[128]; /* to the last attempt; until it is usable */
 };
 
 typedef struct {
@@ -171,6 +172,7 @@ uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now,
                        hx_vdone_t *done); /* under mu, which it drops; when to look again, or 0 */
 void hx_verbs_free_notes(hx_vpeer_t *p);
 void hx_verbs_fail(hx_vpeer_t *p, const char *why); /* its queue pair must go; under mu */
+void hx_verbs_unusable(hx_vpeer_t *p);
 void hx_verbs_keep_out(hx_endpoint_t *ep);
 uint64_t hx_verbs_kept_out(hx_endpoint_t *ep);
 void hx_verbs_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_t gen);

@@ -122,8 +122,7 @@ void hx_verbs_down(hx_vpeer_t *p, const char *why, bool gone)
     end->v = p->v;
     end->qp = p->qp;
     snprintf(end->why, sizeof end->why, "%s", why);
-    p->usable = false;
-    p->since_ns = hx_now_ns();
+    hx_verbs_unusable(p);
     p->qp = NULL; /* nobody posts or polls from here on */
     take_along(p, end, gone);
     end->next = p->ends;

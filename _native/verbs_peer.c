@@ -48,6 +48,13 @@ void hx_verbs_fail(hx_vpeer_t *p, const char *why)
     if (!p->failed)
         snprintf(p->why, sizeof p->why, "%s", why);
     p->failed = true;
+    hx_verbs_unusable(p);
+}
+
+void hx_verbs_unusable(hx_vpeer_t *p)
+{
+    if (p->usable)
+        p->since_ns = hx_now_ns();
     p->usable = false;
 }
 
@@ -100,7 +107,7 @@ static bool make(hx_vpeer_t *p, uint64_t now)
         error = v->lib->create(v->device, p->depth, p, &p->qp, &p->mine.address, &p->inline_max);
     if (error) {
         p->qp = NULL;
-        snprintf(p->why, sizeof p->why, "no queue pair can be made: %.80s", strerror(error));
+        snprintf(p->obstacle, sizeof p->obstacle, "no queue pair can be made: %.80s", strerror(error));
         return false;
     }
     p->mine.generation = generation < p->theirs.generation ? p->theirs.generation : generation;
@@ -137,9 +144,8 @@ static void end_join(hx_vpeer_t *p)
     pthread_join(p->joiner, NULL);
     p->join = HX_VJOIN_NONE;
     if (p->join_error) {
-        char text[128];
-        snprintf(text, sizeof text, "the queue pair cannot be connected: %.80s", strerror(p->join_error));
-        hx_verbs_fail(p, text);
+        snprintf(p->obstacle, sizeof p->obstacle, "the queue pair cannot be connected: %.80s", strerror(p->join_error));
+        hx_verbs_fail(p, p->obstacle);
     } else {
         p->mine.joined = 1;
         say(p);
@@ -175,13 +181,36 @@ static uint64_t sweep(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
     return due;
 }
 
-static void fail_queued(hx_vpeer_t *p, hx_vdone_t *done)
+static void fail_queued(hx_vpeer_t *p, const char *why, hx_vdone_t *done)
 {
     for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
         op->queued = false;
-        hx_op_fail(op, HX_ERR_CONNECTION, ECONNREFUSED, 0, p->why);
+        hx_op_fail(op, HX_ERR_CONNECTION, 0, 0, why);
         hx_verbs_maybe_done(op, done);
     }
+}
+
+/* Those that have found no way for `patience`; when it is the next one's turn. */
+static uint64_t fail_overdue(hx_vpeer_t *p, uint64_t now, uint64_t patience, hx_vdone_t *done)
+{
+    const char *why = p->obstacle[0]        ? p->obstacle
+                      : p->qp && !p->failed ? "the peer does not make its end of the queue pair"
+                                            : p->why;
+    hx_opq_t waiting = {NULL, NULL};
+    uint64_t due = 0;
+    for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
+        uint64_t since = op->posted_ns > p->since_ns ? op->posted_ns : p->since_ns;
+        if (now <= since + patience) {
+            hx_opq_push(&waiting, op);
+            due = hx_verbs_sooner(due, since + patience + 1);
+            continue;
+        }
+        op->queued = false;
+        hx_op_fail(op, HX_ERR_CONNECTION, 0, 0, why);
+        hx_verbs_maybe_done(op, done);
+    }
+    p->runq = waiting;
+    return due;
 }
 
 static void end_limbo(hx_vpeer_t *p)
@@ -204,7 +233,7 @@ uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
             hx_verbs_down(p, "the peer is gone", gone);
         if (p->limbo && (gone || p->theirs.generation > p->limbo_generation))
             end_limbo(p);
-        fail_queued(p, done);
+        fail_queued(p, p->why, done);
         return due;
     }
     if (p->qp && !joining && p->failed)
@@ -224,18 +253,16 @@ uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
     bool both = p->qp && !p->failed && p->theirs.generation == p->mine.generation;
     if (both && !p->mine.joined && !joining)
         begin_join(p);
-    p->usable = both && p->mine.joined && p->theirs.joined;
+    if (!both || !p->mine.joined || !p->theirs.joined) {
+        hx_verbs_unusable(p);
+    } else {
+        p->usable = true;
+        p->obstacle[0] = 0;
+    }
     if (p->limbo && p->theirs.generation > p->limbo_generation) /* the peer's old end is gone */
         end_limbo(p);
-    if (!p->usable && p->runq.head) {
-        if (now > p->since_ns + patience) {
-            if (p->qp && !p->failed)
-                snprintf(p->why, sizeof p->why, "the peer does not make its end of the queue pair");
-            fail_queued(p, done);
-        } else {
-            due = hx_verbs_sooner(due, p->since_ns + patience + 1);
-        }
-    }
+    if (!p->usable)
+        due = hx_verbs_sooner(due, fail_overdue(p, now, patience, done));
     if (p->limbo && p->limbo_ns) {
         if (now > p->limbo_ns + patience) /* as long as anything can be on its way */
             end_limbo(p);

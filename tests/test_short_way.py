@@ -156,9 +156,8 @@ async def test_what_somebody_wrote_to_is_refused(pair: Pair) -> None:
     here, there = await spans(pair, SMALL)
     for offset in (-5, 1 << 70, None, "x"):
         span = there[:8]
-        with pytest.raises((aiohixl.HixlError, OverflowError, TypeError)):
+        with pytest.raises((OverflowError, TypeError)):
             span.offset = offset  # type: ignore[assignment]
-            peer.write(here[:8], span)
     transfer = peer.write(here, there)
     with pytest.raises((AttributeError, TypeError)):
         transfer._queue = ([],)  # type: ignore[assignment]

@@ -21,7 +21,8 @@ typedef struct {
     uint32_t status, early_status, code;
     int32_t sys_errno;
     uint64_t nbytes, index;
-    bool early_says; /* in words */
+    bool early_says;   /* in words */
+    bool says_connect; /* that it could not be connected */
 } outcome_t;
 
 typedef struct {
@@ -146,6 +147,7 @@ static inline bool pump(side_t *s)
             if (records[i].detail && getenv("HX_TEST_SAY"))
                 fprintf(stderr, "  detail: %s\n", records[i].detail);
             bool says = records[i].detail != NULL;
+            bool says_connect = says && strstr(records[i].detail, "cannot be connected");
             free(records[i].detail);
             if (!CHECK(records[i].token < TOKENS))
                 continue;
@@ -154,6 +156,7 @@ static inline bool pump(side_t *s)
                 o->status = records[i].status;
                 o->sys_errno = records[i].sys_errno;
                 o->code = records[i].code;
+                o->says_connect = says_connect;
                 o->nbytes = records[i].nbytes;
                 o->index = records[i].index;
                 CHECK_EQ(atomic_fetch_add(&o->finals, 1), 0);

@@ -285,6 +285,30 @@ static void test_aborted_note_waits(void)
     close_pair(&p);
 }
 
+/* Attempts that fail, one after the other, do not put off the end of what waits for one that does not. */
+static void test_no_way_at_all(void)
+{
+    pair_t p;
+    hx_config_t c = verbs_config("verbs-a");
+    c.handshake_timeout_ns = 500 * MS;
+    open_pair_of(&p, c, verbs_config("verbs-b"), NBYTES);
+    good(&p, 1);
+    TELL(p.da, to->connect_fails = ALWAYS);
+    spoil(p.da);
+    SOON(counts_of(p.da).connects > 1);
+    for (uint64_t token = 2; token <= 3; token++) { /* the second is posted when it has been so for longer than that */
+        CHECK_EQ(post_at(&p, HX_WRITE, token, 0, 4096, NULL), HX_OK);
+        linger(100);
+        CHECK_EQ(atomic_load(&p.a.of[token].finals), 0);
+        WAIT_FINAL(&p.a, token, HX_ERR_CONNECTION);
+        CHECK(p.a.of[token].says_connect);
+    }
+    CHECK(counts_of(p.da).connects > 3);
+    TELL(p.da, to->connect_fails = 0);
+    good(&p, 4);
+    close_pair(&p);
+}
+
 /* A write that stands still is given up, and its neighbours with it; the next one is not. */
 static void test_stalled(void)
 {
@@ -576,6 +600,7 @@ int main(void)
         {"calls that fail for long", test_calls_that_fail_for_long},
         {"cancelled while held", test_cancelled_while_held},
         {"aborted note waits", test_aborted_note_waits},
+        {"no way at all", test_no_way_at_all},
         {"stalled", test_stalled},
         {"slow connect holds up nobody else", test_slow_connect_holds_up_nobody_else},
         {"device gone under load", test_device_gone_under_load},
