@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
+#include <unistd.h>
 
 #define INLINE_MAX 64
 #define RETRIES 6    /* after the first attempt; 7 is for ever, on some devices */
@@ -32,6 +33,8 @@ struct hx_verbs_device {
     int gid_index;
     uint8_t port_num, timeout, service_level, traffic_class;
 };
+
+enum { WHY = 200 };
 
 struct hx_verbs_qp {
     hx_verbs_device_t *device;
@@ -73,21 +76,33 @@ static bool choose_gid(hx_verbs_device_t *d, int wanted)
     return best > 0;
 }
 
-static bool open_port(struct ibv_device *device, hx_verbs_info_t *info, hx_verbs_device_t *d)
+/* `why`: of the last that was looked at, why not. */
+static bool open_port(struct ibv_device *device, hx_verbs_info_t *info, hx_verbs_device_t *d, char why[WHY])
 {
+    const char *name = ibv_get_device_name(device);
     struct ibv_device_attr attr;
-    if (device->transport_type == IBV_TRANSPORT_IWARP) /* it connects by the connection manager only */
+    snprintf(why, WHY, "%.63s is iWARP, which needs the connection manager", name);
+    if (device->transport_type == IBV_TRANSPORT_IWARP)
         return false;
     d->context = ibv_open_device(device);
+    snprintf(why, WHY, "%.63s cannot be opened: %s", name, strerror(errno));
     if (!d->context)
         return false;
+    snprintf(why, WHY, "%.63s has no active port", name);
     if (!ibv_query_device(d->context, &attr))
         for (uint8_t port = 1; port <= attr.phys_port_cnt; port++) {
             d->port_num = port;
             if ((info->port && info->port != port) || ibv_query_port(d->context, port, &d->port) ||
-                d->port.state != IBV_PORT_ACTIVE || !choose_gid(d, info->gid_index))
+                d->port.state != IBV_PORT_ACTIVE)
                 continue;
-            snprintf(info->device, sizeof info->device, "%s", ibv_get_device_name(device));
+            if (!choose_gid(d, info->gid_index)) {
+                if (info->gid_index >= 0)
+                    snprintf(why, WHY, "port %u of %.63s has no GID %d", port, name, info->gid_index);
+                else
+                    snprintf(why, WHY, "port %u of %.63s has no GID", port, name);
+                continue;
+            }
+            snprintf(info->device, sizeof info->device, "%s", name);
             info->port = port;
             info->gid_index = d->gid_index;
             info->max_wr = (uint32_t)(attr.max_qp_wr < attr.max_cqe ? attr.max_qp_wr : attr.max_cqe);
@@ -171,22 +186,25 @@ static int open_device(hx_verbs_info_t *info, hx_verbs_device_t **device_p, char
     struct ibv_device **list = ibv_get_device_list(&n);
     hx_verbs_device_t *d = calloc(1, sizeof *d);
     bool named = info->device[0] != 0, found = false, open = false;
-    char wanted[HX_VERBS_NAME];
+    char wanted[HX_VERBS_NAME], why[WHY] = "";
     memcpy(wanted, info->device, sizeof wanted);
     for (int i = 0; list && d && i < n && !open; i++) {
         if (named && strcmp(ibv_get_device_name(list[i]), wanted))
             continue;
         found = true;
-        open = open_port(list[i], info, d);
+        open = open_port(list[i], info, d, why);
     }
     if (list)
         ibv_free_device_list(list);
     if (!open) {
-        snprintf(text, room, "%s%s%s", !found ? "there is no RDMA device" : "no port that is active, with a GID, on",
-                 named    ? " "
-                 : !found ? ""
-                          : " any device",
-                 named ? wanted : "");
+        if (found)
+            snprintf(text, room, "no RDMA device can be used: %s", why);
+        else if (!n && !access("/sys/class/infiniband", F_OK) && access("/dev/infiniband", F_OK))
+            snprintf(text, room,
+                     "there is no /dev/infiniband here, which the kernel's RDMA devices are reached by: give it "
+                     "to the container (docker: --device /dev/infiniband)");
+        else
+            snprintf(text, room, "there is no RDMA device%s%s", named ? " " : "", wanted);
         free(d);
         return ENODEV;
     }

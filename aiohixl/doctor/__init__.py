@@ -54,7 +54,7 @@ _OPTIONAL = ("uvloop", "numpy", "torch", "transformers")
 _REMEDIES = {
     "shm": "allow memfd_create and unix sockets (a seccomp profile that forbids them is the usual cause)",
     "tcp": "allow sockets on the loopback interface",
-    "verbs": "install rdma-core (Debian: ibverbs-providers) and have an RDMA device; "
+    "verbs": "install rdma-core (Debian: ibverbs-providers) and have an RDMA device with an active port; "
     "`rdma link add rxe0 type rxe netdev eth0` makes one in software",
     "hixl": "install Ascend CANN (its toolkit package brings libcann_hixl.so) and source its set_env.sh",
 }
@@ -150,7 +150,11 @@ def _yama() -> Check:
 
 def _memlock() -> Check:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    note = "" if soft == resource.RLIM_INFINITY else "verbs can pin no more than this; raise with ulimit -l"
+    note = (
+        ""
+        if soft == resource.RLIM_INFINITY
+        else "verbs pins no more without CAP_IPC_LOCK (root has it); raise: ulimit -l"
+    )
     return Check("memlock", None, _bytes(soft), note)
 
 
