@@ -118,15 +118,7 @@ uint64_t hx_acks_held(hx_endpoint_t *ep, uint64_t region, uint64_t off, uint64_t
     for (const hx_ack_t *ack = ep->unacked.head; ack && held < end - off; ack = ack->next) {
         if (ack->region != region || ack->seq <= kept)
             continue;
-        size_t lo = 0, hi = ack->n; /* the first span that ends past `off` */
-        while (lo < hi) {
-            size_t mid = (lo + hi) / 2;
-            if (ack->words[2 * mid + 1] <= off)
-                lo = mid + 1;
-            else
-                hi = mid;
-        }
-        for (size_t i = lo; i < ack->n && ack->words[2 * i] < end; i++) {
+        for (size_t i = hx_span_past(ack->words, ack->n, off); i < ack->n && ack->words[2 * i] < end; i++) {
             uint64_t from = ack->words[2 * i] > off ? ack->words[2 * i] : off;
             uint64_t to = ack->words[2 * i + 1] < end ? ack->words[2 * i + 1] : end;
             held += to > from ? to - from : 0;

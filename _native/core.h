@@ -135,6 +135,8 @@ void hx_op_cancel_as(hx_op_t *op, uint32_t gen, hx_status_t status);
 /* The first failure of a part of it decides. `detail` may be NULL. */
 void hx_op_fail(hx_op_t *op, hx_status_t status, int sys_errno, uint32_t code, const char *detail);
 size_t hx_op_part_of(const hx_op_t *op, size_t desc);
+/* Of n spans (offset, end), which are sorted and apart, the first that ends past `off`; n: none. */
+size_t hx_span_past(const uint64_t *spans, size_t n, uint64_t off);
 hx_status_t hx_op_check_overlap(hx_op_t *op);
 
 /* ---- copy threads (sched.c) ---- */
@@ -158,8 +160,20 @@ typedef struct {
 
 void hx_opq_push(hx_opq_t *q, hx_op_t *op);
 hx_op_t *hx_opq_pop(hx_opq_t *q);
+
+/* Operations that have come to their end: collected under a provider's lock, and finished without it. */
+typedef struct {
+    hx_op_t *head;
+} hx_done_t;
+
+void hx_done_add(hx_op_t *op, hx_done_t *done); /* unless something of it is left */
+void hx_done_finish(hx_done_t *done);
+void hx_opq_sweep(hx_opq_t *q, hx_done_t *done); /* what has been told to end leaves the queue */
+
 /* Takes the next rows of at most `nbytes` bytes off the operation. */
 hx_batch_t hx_op_claim(hx_op_t *op, uint64_t nbytes);
+/* Do these rows touch one of n such spans of the peer's region? */
+bool hx_op_meets(const hx_op_t *op, const hx_batch_t *batch, uint64_t region, const uint64_t *spans, size_t n);
 hx_status_t hx_sched_start(hx_engine_t *engine);
 void hx_sched_stop(hx_engine_t *engine);
 void hx_sched_submit(hx_op_t *op);

@@ -318,40 +318,6 @@ static uint64_t tag_of(const hx_hreq_t *r)
     return (uint64_t)r->gen << 32 | r->index;
 }
 
-/* Does [lo, hi) meet one of the n spans (offset, end), which are sorted and apart? */
-static bool meets(const uint64_t *spans, size_t n, uint64_t lo, uint64_t hi)
-{
-    size_t a = 0, b = n;
-    while (a < b) {
-        size_t mid = (a + b) / 2;
-        if (spans[2 * mid + 1] <= lo)
-            a = mid + 1;
-        else
-            b = mid;
-    }
-    return a < n && spans[2 * a] < hi;
-}
-
-static bool row_meets(const hx_hreq_t *r, uint64_t region, const uint64_t *spans, size_t n)
-{
-    const hx_op_t *op = r->op;
-    const hx_batch_t *b = &r->batch;
-    size_t part = hx_op_part_of(op, b->first);
-    for (size_t i = b->first; i < b->last; i++) {
-        while (op->parts[part].end <= i)
-            part++;
-        if (op->parts[part].remote->id != region) {
-            i = op->parts[part].end - 1; /* the rows of another region */
-            continue;
-        }
-        uint64_t from, to;
-        hx_op_row(op, b, i, &from, &to);
-        if (from < to && meets(spans, n, op->descs[i].remote_off + from, op->descs[i].remote_off + to))
-            return true;
-    }
-    return false;
-}
-
 size_t hx_hixl_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *spans, size_t n, uint64_t **tags_p)
 {
     hx_hpeer_t *p = ep->hixl;
@@ -370,7 +336,7 @@ size_t hx_hixl_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *span
     for (size_t i = 0; i < count; i++) {
         hx_hreq_t *r = &h->requests[(uint32_t)tags[i]];
         pthread_mutex_lock(&h->mu);
-        bool touches = r->op && tag_of(r) == tags[i] && row_meets(r, region, spans, n);
+        bool touches = r->op && tag_of(r) == tags[i] && hx_op_meets(r->op, &r->batch, region, spans, n);
         pthread_mutex_unlock(&h->mu);
         if (touches)
             tags[found++] = tags[i];

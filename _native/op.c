@@ -223,6 +223,72 @@ size_t hx_op_part_of(const hx_op_t *op, size_t desc)
     return lo;
 }
 
+size_t hx_span_past(const uint64_t *spans, size_t n, uint64_t off)
+{
+    size_t lo = 0, hi = n;
+    while (lo < hi) {
+        size_t mid = (lo + hi) / 2;
+        if (spans[2 * mid + 1] <= off)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+bool hx_op_meets(const hx_op_t *op, const hx_batch_t *batch, uint64_t region, const uint64_t *spans, size_t n)
+{
+    size_t part = hx_op_part_of(op, batch->first);
+    for (size_t i = batch->first; i < batch->last; i++) {
+        while (op->parts[part].end <= i)
+            part++;
+        if (op->parts[part].remote->id != region) {
+            i = op->parts[part].end - 1; /* the rows of another region */
+            continue;
+        }
+        uint64_t from, to, off = op->descs[i].remote_off;
+        hx_op_row(op, batch, i, &from, &to);
+        size_t at = from < to ? hx_span_past(spans, n, off + from) : n;
+        if (at < n && spans[2 * at] < off + to)
+            return true;
+    }
+    return false;
+}
+
+/* ---- those that have ended ---- */
+
+void hx_done_add(hx_op_t *op, hx_done_t *done)
+{
+    if (op->requests || op->queued)
+        return;
+    op->next = done->head;
+    done->head = op;
+}
+
+void hx_done_finish(hx_done_t *done)
+{
+    while (done->head) {
+        hx_op_t *op = done->head;
+        done->head = op->next;
+        op->next = NULL;
+        hx_op_finish(op, hx_op_verdict(op));
+    }
+}
+
+void hx_opq_sweep(hx_opq_t *q, hx_done_t *done)
+{
+    hx_opq_t alive = {NULL, NULL};
+    for (hx_op_t *op; (op = hx_opq_pop(q));) {
+        if (hx_op_verdict(op) == HX_OK) {
+            hx_opq_push(&alive, op);
+            continue;
+        }
+        op->queued = false;
+        hx_done_add(op, done);
+    }
+    *q = alive;
+}
+
 /* ---- overlap: two rows of one call must not write the same bytes ---- */
 
 typedef struct {

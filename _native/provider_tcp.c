@@ -36,19 +36,10 @@ void hx_tcp_wake(hx_tcp_t *t)
 
 /* ---- what has been told to end ---- */
 
-static void sweep(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
+static void sweep(hx_tpeer_t *p, uint64_t now, hx_done_t *done)
 {
     uint64_t grace = p->t->engine->config.cancel_grace_ns;
-    hx_opq_t alive = {NULL, NULL};
-    for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
-        if (hx_op_verdict(op) == HX_OK) {
-            hx_opq_push(&alive, op);
-            continue;
-        }
-        op->queued = false;
-        hx_tcp_maybe_done(op, done);
-    }
-    p->runq = alive;
+    hx_opq_sweep(&p->runq, done);
     bool lost = atomic_load(&p->ep->state) == HX_EP_LOST;
     for (unsigned i = 0; i < p->streams; i++) {
         hx_tconn_t *c = p->conns[i];
@@ -102,7 +93,7 @@ static void forget_released(hx_tcp_t *t, bool all)
 
 /* ---- the thread ---- */
 
-static void serve(hx_tconn_t *c, uint32_t events, hx_tdone_t *done)
+static void serve(hx_tconn_t *c, uint32_t events, hx_done_t *done)
 {
     if (c->fd < 0 || c->reading)
         return;
@@ -114,7 +105,7 @@ static void serve(hx_tconn_t *c, uint32_t events, hx_tdone_t *done)
         hx_tcp_close_conn(c, done);
 }
 
-static void flush_all(hx_tcp_t *t, hx_tdone_t *done)
+static void flush_all(hx_tcp_t *t, hx_done_t *done)
 {
     for (hx_tconn_t *c = t->conns; c; c = c->next) {
         if (c->fd < 0 || c->reading) /* the loop wakes us when it has read: an answer must not overtake its question */
@@ -151,7 +142,7 @@ static void *run(void *arg)
     int timeout = -1;
     for (;;) {
         int n = epoll_wait(t->epoll_fd, events, 64, timeout);
-        hx_tdone_t done = {NULL};
+        hx_done_t done = {NULL};
         uint64_t count, now = hx_now_ns(), due = 0;
         /* The ring first, then the mark, then the queues: who comes after the mark rings again, and is not read away. */
         for (int i = 0; i < n; i++)
@@ -210,7 +201,7 @@ static void *run(void *arg)
         if (live && (!due || t->sweep_ns < due))
             due = t->sweep_ns;
         pthread_mutex_unlock(&t->mu);
-        hx_tcp_finish(&done);
+        hx_done_finish(&done);
         forget_released(t, false);
         if (over)
             return NULL;

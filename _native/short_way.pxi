@@ -93,7 +93,6 @@ cdef class TransferState:
         if turns is None or not self._done or self._error is not None or turns.turn + 1 >= turns.awaits_per_turn:
             return self._await()
         turns.turn += 1
-        self._observed = True
         answer = <Answer>Answer.__new__(Answer)
         answer.value = self
         return answer

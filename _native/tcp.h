@@ -122,10 +122,6 @@ struct hx_tpeer {
     hx_opq_t runq;
 };
 
-typedef struct {
-    hx_op_t *head;
-} hx_tdone_t;
-
 struct hx_tcp {
     hx_engine_t *engine;
     pthread_mutex_t mu;
@@ -150,11 +146,10 @@ struct hx_tcp {
 };
 
 void hx_tcp_wake(hx_tcp_t *t);
-void hx_tcp_finish(hx_tdone_t *done); /* not under mu */
 
 /* tcp_send.c; under mu */
 void hx_tcp_submit(hx_op_t *op);                    /* not under mu */
-void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done);  /* from operations to messages */
+void hx_tcp_pump(hx_tpeer_t *p, hx_done_t *done);   /* from operations to messages */
 bool hx_tcp_flush(hx_tconn_t *c, bool inline_only); /* false: the connection has failed; may drop mu */
 void hx_tcp_queue(hx_tconn_t *c, hx_tout_t *out);
 /* Adds memory to a list; what follows the last entry extends it: fewer entries are fewer system calls. The new length. */
@@ -172,20 +167,19 @@ void hx_tcp_say_data(hx_tconn_t *c, const hx_tcp_head_t *ask, hx_region_t *regio
                      uint32_t crc);
 uint32_t hx_tcp_head_crc(const hx_tcp_head_t *head, const hx_tcp_row_t *rows);
 uint32_t hx_tcp_payload_crc(const struct iovec *iov, size_t n);
-void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_tdone_t *done);
+void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_done_t *done);
 void hx_tcp_free_out(hx_tout_t *out);
-void hx_tcp_drop_unsent(hx_tconn_t *c, hx_tdone_t *done);
-void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done);
+void hx_tcp_drop_unsent(hx_tconn_t *c, hx_done_t *done);
 
 /* tcp_conn.c; under mu, but for those of the control thread */
 void hx_tcp_watch(hx_tconn_t *c);
-bool hx_tcp_read(hx_tconn_t *c, bool brief, hx_tdone_t *done); /* drops mu; false: it has failed, and is `broken` */
-void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done);       /* later, if it is being read */
-void hx_tcp_abort(int fd);                                     /* resets the connection, and drops what was not sent */
-void hx_tcp_free_closed(hx_tcp_t *t, hx_tdone_t *done);
+bool hx_tcp_read(hx_tconn_t *c, bool brief, hx_done_t *done); /* drops mu; false: it has failed, and is `broken` */
+void hx_tcp_close_conn(hx_tconn_t *c, hx_done_t *done);       /* later, if it is being read */
+void hx_tcp_abort(int fd);                                    /* resets the connection, and drops what was not sent */
+void hx_tcp_free_closed(hx_tcp_t *t, hx_done_t *done);
 void hx_tcp_free_notes(hx_tpeer_t *p);
 void hx_tcp_release_notes(hx_tpeer_t *p, uint64_t now);
-uint64_t hx_tcp_dial(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done);
+uint64_t hx_tcp_dial(hx_tpeer_t *p, uint64_t now, hx_done_t *done);
 void hx_tcp_take_socket(hx_endpoint_t *ep, int fd, unsigned stream, const uint8_t *early, size_t n);
 void hx_tcp_dial_failed(hx_endpoint_t *ep);
 bool hx_tcp_make_room(hx_endpoint_t *ep, unsigned stream);
@@ -196,8 +190,8 @@ void hx_tcp_overdue(hx_engine_t *engine, void *state, const hx_op_t *op, uint32_
 void hx_tcp_zc_enable(hx_tconn_t *c);
 bool hx_tcp_zc_fits(const hx_tconn_t *c, size_t nbytes); /* send this so? */
 void hx_tcp_zc_hold(hx_tconn_t *c, hx_tout_t *out);      /* it has been sent */
-void hx_tcp_zc_reap(hx_tconn_t *c, hx_tdone_t *done);    /* what the kernel reports */
-bool hx_tcp_zc_part(hx_tconn_t *c, hx_tdone_t *done);    /* before it is closed; true: its socket is a ghost now */
+void hx_tcp_zc_reap(hx_tconn_t *c, hx_done_t *done);     /* what the kernel reports */
+bool hx_tcp_zc_part(hx_tconn_t *c, hx_done_t *done);     /* before it is closed; true: its socket is a ghost now */
 void hx_tcp_zc_abandon(hx_tconn_t *c);                   /* the report does not come, and the engine ends */
 
 /* tcp_lane.c; under mu */
@@ -208,7 +202,7 @@ bool hx_tcp_assist(hx_engine_t *engine, void *state); /* the loop's thread, not 
 
 /* tcp_receive.c; not under mu, with `reading` set */
 /* `brief`: small messages only; a large one is left where it begins. False: it has failed, and rx.why says why. */
-bool hx_tcp_receive(hx_tconn_t *c, bool brief, hx_tdone_t *done);
+bool hx_tcp_receive(hx_tconn_t *c, bool brief, hx_done_t *done);
 bool hx_tcp_rx_large(const hx_trx_t *rx); /* the message that is arriving is */
 bool hx_tcp_rx_init(hx_trx_t *rx, const uint8_t *early, size_t n);
 void hx_tcp_rx_free(hx_trx_t *rx);

@@ -29,7 +29,7 @@ void hx_tcp_watch(hx_tconn_t *c)
     c->watched = events;
 }
 
-bool hx_tcp_read(hx_tconn_t *c, bool brief, hx_tdone_t *done)
+bool hx_tcp_read(hx_tconn_t *c, bool brief, hx_done_t *done)
 {
     hx_tcp_t *t = c->peer->t;
     c->reading = true;
@@ -48,7 +48,7 @@ bool hx_tcp_read(hx_tconn_t *c, bool brief, hx_tdone_t *done)
  * not known whether a transfer has lost its connection or its peer. The source is left alone already. What a WRITE had on its
  * way may still be received, until the peer has ended the old connection, which it does before it takes a new one: only then
  * may its blocks be used again, which the aborted note tells, and so that note waits. */
-static void resolve(hx_tconn_t *c, hx_tdone_t *done)
+static void resolve(hx_tconn_t *c, hx_done_t *done)
 {
     hx_tpeer_t *p = c->peer;
     uint64_t now = hx_now_ns();
@@ -102,7 +102,7 @@ void hx_tcp_abort(int fd)
 }
 
 /* The socket is closed first: from then on nothing reads the source or writes the target. */
-void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done)
+void hx_tcp_close_conn(hx_tconn_t *c, hx_done_t *done)
 {
     hx_tpeer_t *p = c->peer;
     if (c->fd < 0)
@@ -146,7 +146,7 @@ void hx_tcp_close_conn(hx_tconn_t *c, hx_tdone_t *done)
     resolve(c, done);
 }
 
-void hx_tcp_free_closed(hx_tcp_t *t, hx_tdone_t *done)
+void hx_tcp_free_closed(hx_tcp_t *t, hx_done_t *done)
 {
     for (hx_tconn_t **at = &t->conns; *at;) {
         hx_tconn_t *c = *at;
@@ -221,18 +221,18 @@ void hx_tcp_dial_failed(hx_endpoint_t *ep)
     hx_tcp_wake(p->t);
 }
 
-static void fail_queued(hx_tpeer_t *p, hx_tdone_t *done)
+static void fail_queued(hx_tpeer_t *p, hx_done_t *done)
 {
     for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
         op->queued = false;
         hx_op_fail(op, HX_ERR_CONNECTION, ECONNREFUSED, 0, "no data connection can be made");
-        hx_tcp_maybe_done(op, done);
+        hx_done_add(op, done);
     }
 }
 
 /* Connections that are missing and wanted: opened anew, by the side that opened the first, with growing pauses. What waits for
  * them fails after a while. Answers when to look again; 0: no need. */
-uint64_t hx_tcp_dial(hx_tpeer_t *p, uint64_t now, hx_tdone_t *done)
+uint64_t hx_tcp_dial(hx_tpeer_t *p, uint64_t now, hx_done_t *done)
 {
     bool wanted = !p->released && atomic_load(&p->ep->state) == HX_EP_UP;
     bool usable = p->open && !p->dirty;

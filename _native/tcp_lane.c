@@ -86,7 +86,7 @@ uint64_t hx_tcp_lane_look(hx_tcp_t *t, uint64_t now)
     return atomic_load(&t->nlanes) ? now + LOOK_NS : 0;
 }
 
-static bool read_lane(hx_tcp_t *t, hx_tconn_t *c, hx_tdone_t *done)
+static bool read_lane(hx_tcp_t *t, hx_tconn_t *c, hx_done_t *done)
 {
     uint64_t before = c->received;
     bool ok = hx_tcp_read(c, true, done);
@@ -104,7 +104,7 @@ static bool read_lane(hx_tcp_t *t, hx_tconn_t *c, hx_tdone_t *done)
 bool hx_tcp_assist(hx_engine_t *engine, void *state)
 {
     hx_tcp_t *t = state;
-    hx_tdone_t done = {NULL};
+    hx_done_t done = {NULL};
     bool any = false;
     (void)engine;
     if (!atomic_load(&t->nlanes) || pthread_mutex_trylock(&t->mu) != 0)
@@ -117,6 +117,6 @@ bool hx_tcp_assist(hx_engine_t *engine, void *state)
     }
     t->assisting = false;
     pthread_mutex_unlock(&t->mu);
-    hx_tcp_finish(&done);
+    hx_done_finish(&done);
     return any;
 }

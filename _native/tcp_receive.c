@@ -117,7 +117,7 @@ static void answer_read(hx_tconn_t *c, hx_region_t *region)
 }
 
 /* All of the head and the rows is here: where does the payload go, or what is the answer? */
-static bool begin(hx_tconn_t *c, hx_tdone_t *done)
+static bool begin(hx_tconn_t *c, hx_done_t *done)
 {
     hx_trx_t *rx = &c->rx;
     hx_tcp_head_t *h = &rx->head;
@@ -187,7 +187,7 @@ static bool begin(hx_tconn_t *c, hx_tdone_t *done)
 }
 
 /* The payload is here: tell the peer, or whoever waits. */
-static void end(hx_tconn_t *c, hx_tdone_t *done)
+static void end(hx_tconn_t *c, hx_done_t *done)
 {
     hx_trx_t *rx = &c->rx;
     hx_tcp_head_t *h = &rx->head;
@@ -229,7 +229,7 @@ static void take_payload(hx_trx_t *rx, const uint8_t *from, size_t n)
 }
 
 /* Works off what is staged. False: the connection has failed. */
-static bool digest(hx_tconn_t *c, hx_tdone_t *done)
+static bool digest(hx_tconn_t *c, hx_done_t *done)
 {
     hx_trx_t *rx = &c->rx;
     for (;;) {
@@ -278,7 +278,7 @@ bool hx_tcp_rx_large(const hx_trx_t *rx)
     return rx->left > HX_TCP_INLINE || (rx->state == RX_ROWS && rx->head.nbytes > HX_TCP_INLINE);
 }
 
-bool hx_tcp_receive(hx_tconn_t *c, bool brief, hx_tdone_t *done)
+bool hx_tcp_receive(hx_tconn_t *c, bool brief, hx_done_t *done)
 {
     hx_trx_t *rx = &c->rx;
     size_t total = 0, turn = brief ? STAGE : TURN;

@@ -56,25 +56,7 @@ static void list_req(hx_tconn_t *c, hx_treq_t *r)
     start_clock(c);
 }
 
-void hx_tcp_maybe_done(hx_op_t *op, hx_tdone_t *done)
-{
-    if (op->requests || op->queued)
-        return;
-    op->next = done->head;
-    done->head = op;
-}
-
-void hx_tcp_finish(hx_tdone_t *done)
-{
-    while (done->head) {
-        hx_op_t *op = done->head;
-        done->head = op->next;
-        op->next = NULL;
-        hx_op_finish(op, hx_op_verdict(op));
-    }
-}
-
-void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_tdone_t *done)
+void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_done_t *done)
 {
     hx_op_t *op = r->op;
     hx_tconn_t *c = r->conn;
@@ -94,7 +76,7 @@ void hx_tcp_answered(hx_treq_t *r, hx_status_t status, hx_tdone_t *done)
     atomic_store(&op->progress_ns, 0);
     free_req(c->peer->t, r);
     start_clock(c);
-    hx_tcp_maybe_done(op, done);
+    hx_done_add(op, done);
 }
 
 /* ---- messages ---- */
@@ -332,7 +314,7 @@ static bool ready(hx_op_t *op, bool *waits_p)
     return !*waits_p && hx_op_verdict(op) == HX_OK;
 }
 
-void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done)
+void hx_tcp_pump(hx_tpeer_t *p, hx_done_t *done)
 {
     const hx_op_t *turned = NULL;
     hx_tconn_t *c;
@@ -362,13 +344,13 @@ void hx_tcp_pump(hx_tpeer_t *p, hx_tdone_t *done)
             hx_opq_push(&p->runq, op);                     /* behind the others: each has its turn for a chunk */
             turned = !waits ? NULL : turned ? turned : op; /* one that is in the queue, or its turn never comes again */
         } else {
-            hx_tcp_maybe_done(op, done);
+            hx_done_add(op, done);
         }
     }
 }
 
 /* What is told to end, and has not begun to be sent, leaves. */
-void hx_tcp_drop_unsent(hx_tconn_t *c, hx_tdone_t *done)
+void hx_tcp_drop_unsent(hx_tconn_t *c, hx_done_t *done)
 {
     hx_tout_t *before = NULL;
     for (hx_tout_t *out = c->out_head; out;) {

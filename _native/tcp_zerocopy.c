@@ -52,7 +52,7 @@ void hx_tcp_zc_hold(hx_tconn_t *c, hx_tout_t *out)
     }
 }
 
-static void release(hx_tconn_t *c, hx_tdone_t *done)
+static void release(hx_tconn_t *c, hx_done_t *done)
 {
     for (hx_tout_t *out; (out = c->held_head) && (int32_t)(out->zc_last - c->zc_low) < 0;) {
         hx_treq_t *r = out->req;
@@ -95,7 +95,7 @@ static void take_report(hx_tconn_t *c, const struct sock_extended_err *report)
     confirmed(c, report->ee_info, report->ee_data);
 }
 
-void hx_tcp_zc_reap(hx_tconn_t *c, hx_tdone_t *done)
+void hx_tcp_zc_reap(hx_tconn_t *c, hx_done_t *done)
 {
     if (!pages_out(c))
         return;
@@ -125,7 +125,7 @@ void hx_tcp_zc_reap(hx_tconn_t *c, hx_tdone_t *done)
         hx_close_fd(&c->ghost_fd);
 }
 
-bool hx_tcp_zc_part(hx_tconn_t *c, hx_tdone_t *done)
+bool hx_tcp_zc_part(hx_tconn_t *c, hx_done_t *done)
 {
     if (!pages_out(c))
         return false;

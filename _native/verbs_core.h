@@ -98,10 +98,6 @@ struct hx_vpeer {
     char obstacle[128]; /* to the last attempt; until it is usable */
 };
 
-typedef struct {
-    hx_op_t *head;
-} hx_vdone_t;
-
 struct hx_verbs {
     hx_engine_t *engine;
     const hx_verbs_table_t *lib;
@@ -152,24 +148,22 @@ static inline uint64_t hx_verbs_sooner(uint64_t a, uint64_t b)
 
 /* verbs_engine.c */
 void hx_verbs_wake(hx_verbs_t *v);
-void hx_verbs_finish(hx_vdone_t *done); /* not under mu */
-void hx_verbs_gone(hx_verbs_t *v);      /* the device, of which nothing is asked any more; under mu */
+void hx_verbs_gone(hx_verbs_t *v); /* the device, of which nothing is asked any more; under mu */
 
 /* verbs_post.c; under mu, but for submit */
 void hx_verbs_submit(hx_op_t *op);
 bool hx_verbs_submit_now(hx_op_t *op);
 bool hx_verbs_take_posts(hx_verbs_t *v);
 /* `small`: on a thread that others wait for; large lists are left to the provider's. */
-void hx_verbs_pump(hx_vpeer_t *p, bool small, hx_vdone_t *done);
+void hx_verbs_pump(hx_vpeer_t *p, bool small, hx_done_t *done);
 void hx_verbs_forget(hx_vreq_t *r); /* it is nobody's any more; its operation counts it still */
-void hx_verbs_maybe_done(hx_op_t *op, hx_vdone_t *done);
-bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_vdone_t *done); /* takes in what has completed; true: something */
+bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_done_t *done); /* takes in what has completed; true: something */
 
 /* verbs_peer.c */
 size_t hx_verbs_introduce(hx_endpoint_t *ep, void *state, uint8_t *out, size_t max);
 bool hx_verbs_meet(hx_endpoint_t *ep, void *state, const uint8_t *body, size_t n);
 uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now,
-                       hx_vdone_t *done); /* under mu, which it drops; when to look again, or 0 */
+                       hx_done_t *done); /* under mu, which it drops; when to look again, or 0 */
 void hx_verbs_free_notes(hx_vpeer_t *p);
 void hx_verbs_fail(hx_vpeer_t *p, const char *why); /* its queue pair must go; under mu */
 void hx_verbs_unusable(hx_vpeer_t *p);
@@ -188,8 +182,8 @@ bool hx_verbs_harmless(const hx_vpeer_t *p);
 bool hx_verbs_quiet(const hx_vpeer_t *p);
 bool hx_verbs_ending(const hx_vpeer_t *p);
 bool hx_verbs_crowded(const hx_vpeer_t *p);
-void hx_verbs_down(hx_vpeer_t *p, const char *why, bool gone); /* its queue pair is given up; may drop mu */
-uint64_t hx_verbs_tend_ends(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done); /* when to look again, or 0 */
+void hx_verbs_down(hx_vpeer_t *p, const char *why, bool gone);             /* its queue pair is given up; may drop mu */
+uint64_t hx_verbs_tend_ends(hx_vpeer_t *p, uint64_t now, hx_done_t *done); /* when to look again, or 0 */
 void hx_verbs_leave(hx_vpeer_t *p); /* what a driver has not come back from by now: the engine is abandoned with it */
 
 /* verbs_memory.c */

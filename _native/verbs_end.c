@@ -162,11 +162,11 @@ void hx_verbs_leave(hx_vpeer_t *p)
 }
 
 /* The device is done with what was on it. */
-static void give_back(hx_vend_t *end, hx_vdone_t *done)
+static void give_back(hx_vend_t *end, hx_done_t *done)
 {
     for (size_t i = 0; i < end->nops; i++) {
         end->ops[i]->requests--;
-        hx_verbs_maybe_done(end->ops[i], done);
+        hx_done_add(end->ops[i], done);
     }
     end->nops = 0;
 }
@@ -180,7 +180,7 @@ static void now_harmless(hx_vpeer_t *p, hx_vend_t *end, uint64_t now)
     hx_control_wake(p->v->engine); /* revocations may wait for it */
 }
 
-uint64_t hx_verbs_tend_ends(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
+uint64_t hx_verbs_tend_ends(hx_vpeer_t *p, uint64_t now, hx_done_t *done)
 {
     uint64_t due = 0;
     for (hx_vend_t **at = &p->ends; *at;) {

@@ -28,16 +28,6 @@ void hx_verbs_wake(hx_verbs_t *v)
     pthread_mutex_unlock(&v->wake_mu);
 }
 
-void hx_verbs_finish(hx_vdone_t *done)
-{
-    while (done->head) {
-        hx_op_t *op = done->head;
-        done->head = op->next;
-        op->next = NULL;
-        hx_op_finish(op, hx_op_verdict(op));
-    }
-}
-
 void hx_verbs_gone(hx_verbs_t *v)
 {
     if (v->gone)
@@ -50,13 +40,13 @@ void hx_verbs_gone(hx_verbs_t *v)
 static bool assist(hx_engine_t *engine, void *state)
 {
     hx_verbs_t *v = state;
-    hx_vdone_t done = {NULL};
+    hx_done_t done = {NULL};
     (void)engine;
     if (pthread_mutex_trylock(&v->mu) != 0)
         return false; /* the descriptor stays readable */
     bool any = !v->stopping && hx_verbs_drain(v, true, &done);
     pthread_mutex_unlock(&v->mu);
-    hx_verbs_finish(&done);
+    hx_done_finish(&done);
     return any;
 }
 
@@ -121,7 +111,7 @@ static void *run(void *arg)
         /* Completions are the draining thread's, unless there is more to post than fits. */
         struct pollfd fds[3] = {{v->wake_fd, POLLIN, 0}, {v->info.async_fd, POLLIN, 0}, {v->info.fd, POLLIN, 0}};
         poll(fds, gone ? 1 : refill ? 3 : 2, timeout);
-        hx_vdone_t done = {NULL};
+        hx_done_t done = {NULL};
         uint64_t count, now = hx_now_ns(), due = 0;
         char text[128];
         if (fds[0].revents && read(v->wake_fd, &count, sizeof count) < 0) {
@@ -170,7 +160,7 @@ static void *run(void *arg)
         bool let_go = gone && !forgot && !standing; /* or whoever takes the device away waits for us */
         bool over = stopping && !live && !hx_verbs_take_posts(v);
         pthread_mutex_unlock(&v->mu);
-        hx_verbs_finish(&done);
+        hx_done_finish(&done);
         forget_released(v, false);
         if (let_go)
             hx_verbs_forget_all(v);
@@ -357,7 +347,7 @@ static hx_status_t route(hx_endpoint_t *ep, const hx_region_t *local, const hx_r
 static uint64_t tick(hx_engine_t *engine, void *state, uint64_t now)
 {
     hx_verbs_t *v = state;
-    hx_vdone_t done = {NULL};
+    hx_done_t done = {NULL};
     (void)engine;
     (void)now;
     if (pthread_mutex_trylock(&v->mu) != 0)
@@ -365,7 +355,7 @@ static uint64_t tick(hx_engine_t *engine, void *state, uint64_t now)
     if (!v->stopping)
         hx_verbs_drain(v, false, &done);
     pthread_mutex_unlock(&v->mu);
-    hx_verbs_finish(&done);
+    hx_done_finish(&done);
     return 0;
 }
 

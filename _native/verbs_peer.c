@@ -153,19 +153,10 @@ static void end_join(hx_vpeer_t *p)
 }
 
 /* What is queued and has been told to end leaves; what is with the device is waited for, and then taken back. */
-static uint64_t sweep(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
+static uint64_t sweep(hx_vpeer_t *p, uint64_t now, hx_done_t *done)
 {
     uint64_t grace = p->v->engine->config.cancel_grace_ns, due = 0;
-    hx_opq_t alive = {NULL, NULL};
-    for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
-        if (hx_op_verdict(op) == HX_OK) {
-            hx_opq_push(&alive, op);
-            continue;
-        }
-        op->queued = false;
-        hx_verbs_maybe_done(op, done);
-    }
-    p->runq = alive;
+    hx_opq_sweep(&p->runq, done);
     for (const hx_vreq_t *r = p->reqs_head; r; r = r->next) {
         hx_status_t verdict = hx_op_verdict(r->op);
         if (verdict == HX_OK)
@@ -181,17 +172,17 @@ static uint64_t sweep(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
     return due;
 }
 
-static void fail_queued(hx_vpeer_t *p, const char *why, hx_vdone_t *done)
+static void fail_queued(hx_vpeer_t *p, const char *why, hx_done_t *done)
 {
     for (hx_op_t *op; (op = hx_opq_pop(&p->runq));) {
         op->queued = false;
         hx_op_fail(op, HX_ERR_CONNECTION, 0, 0, why);
-        hx_verbs_maybe_done(op, done);
+        hx_done_add(op, done);
     }
 }
 
 /* Those that have found no way for `patience`; when it is the next one's turn. */
-static uint64_t fail_overdue(hx_vpeer_t *p, uint64_t now, uint64_t patience, hx_vdone_t *done)
+static uint64_t fail_overdue(hx_vpeer_t *p, uint64_t now, uint64_t patience, hx_done_t *done)
 {
     const char *why = p->obstacle[0]        ? p->obstacle
                       : p->qp && !p->failed ? "the peer does not make its end of the queue pair"
@@ -207,7 +198,7 @@ static uint64_t fail_overdue(hx_vpeer_t *p, uint64_t now, uint64_t patience, hx_
         }
         op->queued = false;
         hx_op_fail(op, HX_ERR_CONNECTION, 0, 0, why);
-        hx_verbs_maybe_done(op, done);
+        hx_done_add(op, done);
     }
     p->runq = waiting;
     return due;
@@ -220,7 +211,7 @@ static void end_limbo(hx_vpeer_t *p)
     hx_control_wake(p->v->engine); /* acknowledgements may wait for it */
 }
 
-uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now, hx_vdone_t *done)
+uint64_t hx_verbs_tend(hx_vpeer_t *p, uint64_t now, hx_done_t *done)
 {
     uint64_t patience = p->v->engine->config.handshake_timeout_ns;
     bool gone = p->v->stopping || p->released || lost(p);
@@ -376,29 +367,6 @@ static uint64_t tag_of(const hx_vreq_t *r)
     return (uint64_t)(r->gen & 0x7fffffff) << 32 | r->index;
 }
 
-static bool meets(const hx_vreq_t *r, uint64_t region, const uint64_t *spans, size_t n)
-{
-    const hx_op_t *op = r->op;
-    size_t part = hx_op_part_of(op, r->batch.first);
-    if (op->parts[part].remote->id != region)
-        return false;
-    for (size_t i = r->batch.first; i < r->batch.last; i++) {
-        const hx_desc_t *row = &op->descs[i];
-        uint64_t from = row->remote_off, to = from + row->nbytes;
-        size_t lo = 0, hi = n; /* the first span that ends past `from` */
-        while (lo < hi) {
-            size_t mid = (lo + hi) / 2;
-            if (spans[2 * mid + 1] <= from)
-                lo = mid + 1;
-            else
-                hi = mid;
-        }
-        if (lo < n && spans[2 * lo] < to)
-            return true;
-    }
-    return false;
-}
-
 size_t hx_verbs_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *spans, size_t n, uint64_t **tags_p)
 {
     hx_vpeer_t *p = ep->verbs;
@@ -406,19 +374,19 @@ size_t hx_verbs_touching(hx_endpoint_t *ep, uint64_t region, const uint64_t *spa
     *tags_p = NULL;
     if (!p || !n)
         return 0;
-    hx_vdone_t done = {NULL};
+    hx_done_t done = {NULL};
     pthread_mutex_lock(&p->v->mu);
     hx_verbs_drain(p->v, true, &done); /* what has completed is not there any more, whether the loop knows or not */
     for (hx_vreq_t *r = p->reqs_head; r; r = r->next)
         count++;
     uint64_t *tags = hx_alloc((count + 1) * sizeof *tags);
     for (hx_vreq_t *r = p->reqs_head; r; r = r->next)
-        if (meets(r, region, spans, n))
+        if (hx_op_meets(r->op, &r->batch, region, spans, n))
             tags[found++] = tag_of(r);
     if (p->limbo)
         tags[found++] = IN_LIMBO;
     pthread_mutex_unlock(&p->v->mu);
-    hx_verbs_finish(&done);
+    hx_done_finish(&done);
     if (found)
         *tags_p = tags;
     else
@@ -431,13 +399,13 @@ bool hx_verbs_holds(hx_endpoint_t *ep, uint64_t tag)
     hx_vpeer_t *p = ep->verbs;
     if (!p)
         return false;
-    hx_vdone_t done = {NULL};
+    hx_done_t done = {NULL};
     pthread_mutex_lock(&p->v->mu);
     hx_verbs_drain(p->v, true, &done); /* what has completed is not there any more, whether the loop knows or not */
     const hx_vreq_t *r = &p->v->reqs[(uint32_t)tag % HX_VERBS_REQUESTS];
     bool holds = p->limbo || (!(tag & IN_LIMBO) && r->op && tag_of(r) == tag);
     pthread_mutex_unlock(&p->v->mu);
-    hx_verbs_finish(&done);
+    hx_done_finish(&done);
     return holds;
 }
 
@@ -446,13 +414,13 @@ void hx_verbs_recall(hx_endpoint_t *ep)
     hx_vpeer_t *p = ep->verbs;
     if (!p)
         return;
-    hx_vdone_t done = {NULL};
+    hx_done_t done = {NULL};
     pthread_mutex_lock(&p->v->mu);
     hx_verbs_drain(p->v, true, &done); /* what has completed is not there any more, whether the loop knows or not */
     if (p->reqs_head)
         hx_verbs_fail(p, "the queue pair was given up for its owner, who takes memory back");
     pthread_mutex_unlock(&p->v->mu);
-    hx_verbs_finish(&done);
+    hx_done_finish(&done);
     hx_verbs_wake(p->v);
 }
 
@@ -484,11 +452,11 @@ bool hx_verbs_idle(hx_endpoint_t *ep)
     hx_vpeer_t *p = ep->verbs;
     if (!p)
         return true;
-    hx_vdone_t done = {NULL};
+    hx_done_t done = {NULL};
     pthread_mutex_lock(&p->v->mu);
     hx_verbs_drain(p->v, true, &done); /* what has completed is not there any more, whether the loop knows or not */
     bool idle = !p->reqs_head && !p->limbo;
     pthread_mutex_unlock(&p->v->mu);
-    hx_verbs_finish(&done);
+    hx_done_finish(&done);
     return idle;
 }

@@ -60,15 +60,7 @@ static void start_clock(hx_vpeer_t *p)
         atomic_store(&p->reqs_head->op->progress_ns, hx_now_ns());
 }
 
-void hx_verbs_maybe_done(hx_op_t *op, hx_vdone_t *done)
-{
-    if (op->requests || op->queued)
-        return;
-    op->next = done->head;
-    done->head = op;
-}
-
-static void over(hx_vreq_t *r, hx_vdone_t *done)
+static void over(hx_vreq_t *r, hx_done_t *done)
 {
     hx_op_t *op = r->op;
     hx_vpeer_t *p = r->peer;
@@ -76,7 +68,7 @@ static void over(hx_vreq_t *r, hx_vdone_t *done)
     unlist(r);
     atomic_store(&op->progress_ns, 0);
     start_clock(p);
-    hx_verbs_maybe_done(op, done);
+    hx_done_add(op, done);
 }
 
 /* ---- to the device ---- */
@@ -244,7 +236,7 @@ static bool ready(hx_op_t *op, bool *waits_p)
     return !*waits_p && hx_op_verdict(op) == HX_OK;
 }
 
-void hx_verbs_pump(hx_vpeer_t *p, bool small, hx_vdone_t *done)
+void hx_verbs_pump(hx_vpeer_t *p, bool small, hx_done_t *done)
 {
     const hx_op_t *turned = NULL;
     while (p->usable && p->runq.head && p->runq.head != turned && p->used + HX_VERBS_WRS < p->depth) {
@@ -270,14 +262,14 @@ void hx_verbs_pump(hx_vpeer_t *p, bool small, hx_vdone_t *done)
             hx_opq_push(&p->runq, op);                     /* behind the others: each has its turn for a request */
             turned = !waits ? NULL : turned ? turned : op; /* one that is in the queue, or its turn never comes again */
         } else {
-            hx_verbs_maybe_done(op, done);
+            hx_done_add(op, done);
         }
     }
 }
 
 /* ---- back from it ---- */
 
-static void complete(hx_vpeer_t *p, const hx_verbs_wc_t *wc, hx_vdone_t *done)
+static void complete(hx_vpeer_t *p, const hx_verbs_wc_t *wc, hx_done_t *done)
 {
     hx_verbs_t *v = p->v;
     uint32_t index = (uint32_t)wc->id & ~HX_VERBS_LAST;
@@ -300,7 +292,7 @@ static void complete(hx_vpeer_t *p, const hx_verbs_wc_t *wc, hx_vdone_t *done)
         hx_op_fail(r->op, meaning == HX_VERBS_ACCESS ? HX_ERR_REMOTE_ACCESS : HX_ERR_CONNECTION, 0, wc->status, text);
 }
 
-static void collect(hx_vpeer_t *p, hx_vdone_t *done)
+static void collect(hx_vpeer_t *p, hx_done_t *done)
 {
     hx_verbs_wc_t list[32];
     for (int n; p->qp && (n = p->v->lib->poll(p->qp, list, 32)) != 0;) {
@@ -313,7 +305,7 @@ static void collect(hx_vpeer_t *p, hx_vdone_t *done)
     }
 }
 
-bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_vdone_t *done)
+bool hx_verbs_drain(hx_verbs_t *v, bool small, hx_done_t *done)
 {
     bool any = false;
     void *owner;
@@ -347,7 +339,7 @@ bool hx_verbs_take_posts(hx_verbs_t *v)
     return any;
 }
 
-static bool take_out(hx_vdone_t *done, const hx_op_t *op)
+static bool take_out(hx_done_t *done, const hx_op_t *op)
 {
     for (hx_op_t **at = &done->head; *at; at = &(*at)->next)
         if (*at == op) {
@@ -372,7 +364,7 @@ static bool submit(hx_op_t *op, bool look)
 {
     hx_vpeer_t *p = op->ep->verbs;
     hx_verbs_t *v = p->v;
-    hx_vdone_t done = {NULL};
+    hx_done_t done = {NULL};
     bool wake = true, ended = false;
     op->queued = true;
     if (take_soon(v)) {
@@ -388,7 +380,7 @@ static bool submit(hx_op_t *op, bool look)
             done.head = op;
             ended = false;
         }
-        hx_verbs_finish(&done);
+        hx_done_finish(&done);
     } else {
         pthread_mutex_lock(&v->inbox_mu);
         hx_opq_push(&v->inbox, op);

@@ -71,10 +71,6 @@ class Peer(RemoteEngine):
         `PeerLostError`, `TransferTimeoutError`, `ProviderError`. Cancelling the last await recalls it; the peer may
         then have any part of the bytes, and gets the note with ``aborted=True``.
         """
-        if note is None:
-            transfer = self._poster.post(self, _core.WRITE, "write", local, remote, after)
-            if transfer is not None:
-                return transfer
         payload = None if note is None else _note_bytes(note)
         return self._one("write", local, remote, payload, b"" if note is None else _topic_bytes(topic), after)
 

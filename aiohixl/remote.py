@@ -18,7 +18,7 @@ from aiohixl.completion import CompletionQueue, wake
 from aiohixl.errors import HixlError, QueueFullError, RegionError, TransferAbortedError, make_error
 from aiohixl.npu import moment
 from aiohixl.region import Region, RemoteRegion, Span, as_int64
-from aiohixl.scope import Scope, any_open, open_scopes, scoped
+from aiohixl.scope import Scope, open_scopes, scoped
 from aiohixl.scratch import ScratchDesk
 from aiohixl.transfer import REASONS, Transfer
 
@@ -169,14 +169,17 @@ class RemoteEngine:
 
     def read(self, local: Region | Span, remote: RemoteRegion | Span, *, after: Any = None) -> Transfer:
         """Fetch the bytes of `remote` into `local` (equal lengths). Otherwise as `write`."""
-        transfer = self._poster.post(self, _core.READ, "read", local, remote, after)
-        return transfer or self._one("read", local, remote, None, b"", after)
+        return self._one("read", local, remote, None, b"", after)
 
     #: The same as `read`: every post may be made from any thread. Off the loop a full queue is a `QueueFullError`.
     post_read = read
 
     def _one(self, kind: str, local: Any, remote: Any, note: bytes | None, topic: bytes, after: Any) -> Transfer:
-        """The long way of one row; the short one is `_core.Poster`."""
+        if note is None:
+            transfer = self._poster.post(self, KINDS[kind], kind, local, remote, after)
+            if transfer is not None:
+                return transfer
+        # The long way: it takes all, and says what is wrong with it.
         region, lo, nbytes = _extent(local)
         target, ro, there = _extent(remote)
         if not isinstance(region, Region) or type(target) is not RemoteRegion:
@@ -250,7 +253,7 @@ class RemoteEngine:
         def post() -> Transfer:
             return self._post_now(kind, segments, nbytes, note, topic, epoch=epoch, aborted=aborted, after=after)
 
-        return scoped(self, post) if any_open() else post()
+        return scoped(self, post) if open_scopes.get() else post()
 
     def _post_now(
         self,

@@ -12,8 +12,9 @@ from typing import Any, Self
 from aiohixl.gate import PostGate
 from aiohixl.transfer import Transfer, outlast, wait_all
 
-__all__ = ["Scope", "any_open", "open_scopes", "scoped"]
+__all__ = ["Scope", "open_scopes", "scoped"]
 
+#: What is open around the caller: asked for by each post.
 open_scopes: ContextVar[tuple[Scope, ...]] = ContextVar("aiohixl_scopes", default=())
 
 
@@ -62,7 +63,3 @@ def scoped(peer: Any, post: Callable[[], Transfer]) -> Transfer:
     finally:
         for scope in scopes:
             scope.gate.end()
-
-
-#: What is open around the caller, if anything: asked for by each post.
-any_open = open_scopes.get

@@ -195,9 +195,8 @@ class Transfer(_core.TransferState, Coroutine[Any, Any, "Transfer"]):
         if not self._done:
             yield from self._wait()
         elif self._queue.take_turn():
-            self._observed = True
+            self._observe()
             yield
-        self._observed = True
         if self._error is not None:
             self._observe()
             raise self._error.with_traceback(None)

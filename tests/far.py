@@ -14,7 +14,7 @@ from processes import Child, child
 from standin import LIBRARY, Bytes
 
 import aiohixl
-from aiohixl.testing import Memory
+from aiohixl.testing import CONFORMANCE, Bench, Memory
 
 
 @contextlib.asynccontextmanager
@@ -87,3 +87,13 @@ def far_memory(kind: str) -> Memory:
         return cast(aiohixl.Region, FarRegion(far, name, nbytes))
 
     return make
+
+
+async def conforms(bench: Bench) -> None:
+    """The whole suite, on one bench."""
+    for name, check in CONFORMANCE.items():
+        try:
+            await check(bench)
+        except BaseException as exc:
+            exc.add_note(f"in the check {name}")
+            raise

@@ -14,12 +14,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from conftest import Start
-from far import Far, far_memory
+from far import Far, conforms, far_memory
 from netns import Side, Wire, why_not, wire
 from processes import Child, child, until
 
 import aiohixl
-from aiohixl.testing import CONFORMANCE, Bench, Memory, allocated, foreign
+from aiohixl.testing import Bench, Memory, allocated, foreign
 
 MISSING = why_not()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -122,12 +122,7 @@ async def test_conformance_across_namespaces(
     async with ends.far() as other:
         peer = await a.connect(over_the_wire(other.address))
         bench = Bench(a, cast(aiohixl.Engine, Far(other, tmp_path / "bytes")), peer, here, far_memory(there))
-        for name, check in CONFORMANCE.items():
-            try:
-                await check(bench)
-            except BaseException as exc:
-                exc.add_note(f"in the check {name}")
-                raise
+        await conforms(bench)
 
 
 @one_loop

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import pytest
 from conftest import Start
-from far import Far, far_memory
+from far import Far, conforms, far_memory
 from processes import child
 from rdma import needs_device
 
@@ -52,9 +52,4 @@ async def test_conformance_of_two_processes(start: Start, tmp_path: Path, kinds:
         bench = Bench(
             a, cast(aiohixl.Engine, far), peer, here, far_memory("foreign" if there is foreign else "allocated")
         )
-        for name, check in CONFORMANCE.items():
-            try:
-                await check(bench)
-            except BaseException as exc:
-                exc.add_note(f"in the check {name}")
-                raise
+        await conforms(bench)
