@@ -281,7 +281,8 @@ class Engine:
     def abort(self) -> None:
         """Close at once, without patience: transfers in flight fail with `TransferAbortedError`.
 
-        Joins the native threads, which may take `cancel_grace` where a peer is copying out of our memory. Idempotent.
+        Joins the native threads, which may take `cancel_grace` where a peer is copying out of our memory, and with
+        `verbs` twice that, or 2 seconds, where a driver does not come back. Idempotent.
         """
         if self._forked:
             raise ClosedError(f"{self!r} belongs to the parent of this process")

@@ -43,8 +43,8 @@ class VerbsConfig:
             isinstance(device, str) and device.isascii() and device.isprintable() and 0 < len(device) <= _DEVICE_BYTES
         ):
             raise ConfigError(f"verbs_device: the name of an RDMA device, such as 'mlx5_0' or 'rxe0', not {device!r}")
-        if index is not None and (isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < 256):
-            raise ConfigError(f"verbs_gid_index: a whole number from 0 to 255, not {index!r}")
+        if index is not None:
+            check_whole("verbs_gid_index", index, 0, 255)
         check_busy_poll(given.get("busy_poll", 0.0))
         return cls(
             device,
